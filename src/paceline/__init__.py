@@ -1,0 +1,1 @@
+"""Paceline: lossless speculative decoding."""

@@ -1,0 +1,490 @@
+"""The nouns of Paceline, and the protocols between its folders.
+
+Glossary (one word per thing, in code, docs and messages):
+
+target, drafter      the model that decides; whatever guesses
+p, q                 target / draft distribution of the next token, *after* every sampling transform
+proposal             what a drafter offers for one request in one step: a chain or a tree of tokens
+point proposal       chosen without a distribution to answer for (n-gram, greedy); its q is one-hot
+sampled proposal     tokens really drawn from q, which travels with them
+accepted             a draft that was kept
+recovered            the token drawn at the first rejection
+bonus                the token drawn after all drafts were kept
+step                 one target forward pass with its verification
+emitted              tokens a step hands to the user: accepted + 1, unless a stop cuts it
+tokens per step      mean emitted, bonus and recovered included
+acceptance rate      accepted / drafted
+position             absolute index of a token in the sequence (prompt + output)
+committed            tokens that are decided and will never change
+cached               tokens whose keys and values a backend holds; committed - 1 after a step
+slot                 a sequence's place in a backend's KV memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import InvalidDistribution, InvalidInput, PacelineError
+from .params import SamplingParams, Verification
+
+__all__ = [
+    "Backend",
+    "BackendInfo",
+    "CompletionOutput",
+    "Distribution",
+    "DraftContext",
+    "Drafter",
+    "Draws",
+    "FinishReason",
+    "Proposal",
+    "Request",
+    "RequestOutput",
+    "Role",
+    "SamplingParams",
+    "Segment",
+    "SpeculationStats",
+    "StreamChunk",
+    "TokenKind",
+    "Tokenizer",
+    "Verdict",
+    "Verification",
+]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+TokenKind = Literal["accepted", "recovered", "bonus"]
+
+
+class Role(IntEnum):
+    """What a draw is for; part of its random key, so that no two purposes share noise."""
+
+    TARGET = 0
+    """Plain, bonus, point and coupled draws, and a drafter's draws under coupled."""
+    DRAFT = 1
+    """A drafter's own draws."""
+    ACCEPT = 2
+    """The uniform that decides whether a draft is kept."""
+    RECOVER = 3
+    """The token drawn from a residual."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Distribution:
+    """Probabilities of the next token: dense (``ids is None``) or sparse.
+
+    probs: float64[V] when dense, float64[n] when sparse; non-negative, sums to 1 up to rounding.
+    ids: None, or int64[n] strictly ascending token ids; every other token has probability 0.
+    vocab_size: V.
+    """
+
+    probs: FloatArray
+    vocab_size: int
+    ids: IntArray | None = None
+
+    @classmethod
+    def one_hot(cls, token: int, vocab_size: int) -> Distribution:
+        """All mass on `token`; the distribution of greedy decoding."""
+        return cls(np.ones(1), vocab_size, np.array([token], dtype=np.int64))
+
+    @classmethod
+    def of(cls, row: Distribution | Sequence[float] | NDArray[Any]) -> Distribution:
+        """`row` itself if it is a Distribution, else a dense one around float64[V]."""
+        if isinstance(row, Distribution):
+            return row
+        probs = np.asarray(row, dtype=np.float64)
+        if probs.ndim != 1 or probs.size == 0:
+            raise InvalidDistribution(f"a distribution needs one non-empty axis, got shape {probs.shape}")
+        return cls(probs, int(probs.size))
+
+    def prob(self, token: int) -> float:
+        """Probability of one token; 0.0 outside the support."""
+        if self.ids is None:
+            return float(self.probs[token])
+        i = int(np.searchsorted(self.ids, token))
+        return float(self.probs[i]) if i < self.ids.size and self.ids[i] == token else 0.0
+
+    def at(self, ids: IntArray | None) -> FloatArray:
+        """Probabilities at `ids` (None: at every token, float64[V]). May be a view: do not write."""
+        if self.ids is None:
+            return self.probs if ids is None else self.probs[ids]
+        if ids is None:
+            dense = np.zeros(self.vocab_size)
+            dense[self.ids] = self.probs
+            return dense
+        i = np.minimum(np.searchsorted(self.ids, ids), self.ids.size - 1)
+        return np.where(self.ids[i] == ids, self.probs[i], 0.0)
+
+    def dense(self) -> FloatArray:
+        """float64[V]. May be a view: do not write."""
+        return self.at(None)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Proposal:
+    """Draft tokens for one request in one step, as a tree in which parents precede children.
+
+    tokens: node i's token. parents: node i's parent, -1 for a child of the root (the last committed token).
+    kind: "point" or "sampled". q: for "sampled", ``q[parents[i] + 1]`` is the distribution node i was
+    drawn from (an array [rows, V] or a sequence of Distribution); None for "point".
+    replacement: whether siblings were drawn with replacement.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    kind: Literal["point", "sampled"]
+    q: Sequence[Any] | NDArray[Any] | None = None
+    replacement: bool = True
+
+    @classmethod
+    def point(cls, tokens: Iterable[int], parents: Iterable[int] | None = None) -> Proposal:
+        """Tokens chosen without a distribution to answer for. `parents` defaults to a chain."""
+        toks, pars = _tree(tokens, parents)
+        return cls(toks, pars, "point")
+
+    @classmethod
+    def sampled(
+        cls,
+        tokens: Iterable[int],
+        q: Sequence[Any] | NDArray[Any],
+        parents: Iterable[int] | None = None,
+        replacement: bool = True,
+    ) -> Proposal:
+        """Tokens really drawn from the rows of `q`. `parents` defaults to a chain.
+
+        Raises InvalidInput where q has too few rows for the tree.
+        """
+        toks, pars = _tree(tokens, parents)
+        needed = max(pars, default=-2) + 2
+        if q is None or len(q) < needed:
+            have = "no q" if q is None else f"{len(q)} rows of q"
+            raise InvalidInput(f"a sampled proposal with parents {pars} needs {needed} rows of q, got {have}")
+        return cls(toks, pars, "sampled", q, replacement)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """True when node i's parent is node i - 1 throughout; the empty proposal is a chain."""
+        return self.parents == tuple(range(-1, len(self.parents) - 1))
+
+    def first(self, n: int) -> Proposal:
+        """The first n nodes; parents precede children, so this is again a tree."""
+        if n >= len(self.tokens):
+            return self
+        return Proposal(self.tokens[:n], self.parents[:n], self.kind, self.q, self.replacement)
+
+
+def _tree(tokens: Iterable[int], parents: Iterable[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    toks = tuple(int(t) for t in tokens)
+    pars = tuple(range(-1, len(toks) - 1)) if parents is None else tuple(int(p) for p in parents)
+    if len(pars) != len(toks):
+        raise InvalidInput(f"{len(toks)} draft tokens but {len(pars)} parents")
+    for i, (token, parent) in enumerate(zip(toks, pars, strict=True)):
+        if token < 0:
+            raise InvalidInput(f"draft token {i} is {token}; token ids start at 0")
+        if not -1 <= parent < i:
+            raise InvalidInput(f"parents[{i}] = {parent}; a parent precedes its child and the root is -1")
+    return toks, pars
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verification rule decided; never edited afterwards.
+
+    tokens: the decided tokens, before any cut at a stop; the last one is recovered or bonus.
+    num_accepted: drafts kept. path: node indices of the kept drafts. kind: of the last token.
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    path: tuple[int, ...]
+    kind: Literal["recovered", "bonus"]
+
+
+class Draws(Protocol):
+    """All randomness of drafting and verification. Keyed, never consumed by order."""
+
+    def accept(self, probability: float, position: int, node: int = 0) -> bool:
+        """True with that probability; strictly u < probability, so 0 never accepts and 1 always does."""
+        ...
+
+    def pick(
+        self,
+        weights: FloatArray,
+        position: int,
+        role: Role,
+        *,
+        ids: IntArray | None = None,
+        node: int = 0,
+    ) -> int:
+        """Draw a *token id* with probability proportional to `weights` (>= 0, any positive sum).
+
+        ids: the token of each weight when the distribution is sparse; noise belongs to the token, not to
+        the array index. node: tells apart draws that share a position and a role.
+        """
+        ...
+
+
+# --- requests and outputs ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `seed` and `verification` are resolved, so that a replay can repeat them."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    verification: Literal["rejection", "block", "coupled"]
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one request. Counters follow the cut at a stop.
+
+    steps: target forwards that verified something, the first included. drafted: drafts verified.
+    accepted: drafts that were kept *and* emitted. emitted: tokens handed to the user (the stop id included).
+    drafted_at[i], accepted_at[i]: the same by draft position i within a step.
+    *_seconds: wall time of the steps this request took part in, by stage.
+    """
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def rejected(self) -> int:
+        """drafted - accepted."""
+        return self.drafted - self.accepted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Mean emitted tokens per step, bonus and recovered included; 0.0 before the first step."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """accepted / drafted; 0.0 where nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated sequence.
+
+    token_ids: the shortest committed prefix that covers `text`, plus the stop id if one ended it.
+    kinds: accepted | recovered | bonus for each token of token_ids.
+    finish_reason: "stop" | "length" | "cancelled" | "error"; with "error", `error` holds the exception.
+    stop_reason: the stop id or stop string that ended it, else None.
+    seed, verification: a replay needs both (for block also equal draft lengths).
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    kinds: tuple[TokenKind, ...]
+    finish_reason: FinishReason
+    seed: int
+    verification: str
+    stop_reason: int | str | None = None
+    error: PacelineError | None = None
+    logprobs: None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What `LLM.generate` returns for one prompt. prompt is None when token ids were given."""
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+    speculation: SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class StreamChunk:
+    """What one step released to the reader of a stream; text is always whole characters.
+
+    pieces: `text` cut into (text, kind of the token it came from). token_ids: tokens that became final.
+    finish_reason and output are set on the last chunk only.
+    """
+
+    request_id: int
+    text: str
+    token_ids: tuple[int, ...]
+    pieces: tuple[tuple[str, TokenKind], ...]
+    finish_reason: FinishReason | None = None
+    output: RequestOutput | None = None
+
+
+# --- backends ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """What a backend is and can do; checked when the engine is built.
+
+    stop_ids: ids that end a generation, from the model file. max_len: tokens one sequence may hold.
+    kv_tokens: tokens all slots together may hold. max_slots: sequences at once. max_step_tokens: tokens
+    in one forward. can_truncate: False for models that cannot roll back (speculation is then off, and
+    `no_speculation_reason` says why).
+    """
+
+    name: str
+    model: str
+    vocab_size: int
+    stop_ids: frozenset[int]
+    max_len: int
+    kv_tokens: int
+    max_slots: int
+    max_step_tokens: int
+    can_truncate: bool = True
+    no_speculation_reason: str | None = None
+    trees: bool = False
+    hidden_states: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """New tokens of one slot in a packed ragged forward.
+
+    tokens go to positions start, start + 1, ...; start must equal the slot's cached length.
+    num_rows: logits wanted for the last num_rows tokens (0 while prefilling).
+    """
+
+    slot: int
+    tokens: tuple[int, ...]
+    start: int
+    num_rows: int
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    vocab_size: int
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids. add_special: begin-of-sequence as the model wants it; parse_special: read <|...|> as tokens."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token adds to a text; b"" for control tokens. May be part of a character."""
+        ...
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation, with the assistant's turn opened.
+
+        Raises UnsupportedOption where the model has no chat template.
+        """
+        ...
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """Run a model on given tokens, return logits. Owns KV memory; knows nothing of drafts or sampling."""
+
+    info: BackendInfo
+    tokenizer: Tokenizer
+
+    def acquire(self) -> int:
+        """An empty slot. Raises BackendError where none is free."""
+        ...
+
+    def length(self, slot: int) -> int:
+        """Tokens cached in `slot`."""
+        ...
+
+    def forward(self, batch: Sequence[Segment]) -> list[NDArray[Any]]:
+        """Cache every segment's tokens; return float[num_rows, V] logits for each segment.
+
+        The arrays may be views that the next forward overwrites. Raises BackendError naming slot and
+        size for a segment that does not start at the cached length, a token outside the vocabulary, or a
+        batch over max_step_tokens; nothing is cached then.
+        """
+        ...
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens. Succeeds or raises RollbackError; never does less."""
+        ...
+
+    def fork(self, slot: int) -> int:
+        """A new slot that holds the same tokens."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give the slot back, whatever its state."""
+        ...
+
+    def check(self) -> None:
+        """Raise InvariantError where the backend's books do not balance."""
+        ...
+
+    def close(self) -> None:
+        """Free the model. Idempotent."""
+        ...
+
+
+# --- drafters ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may know of one request at the start of a step.
+
+    tokens: the committed tokens, prompt and output (a live view: do not keep or write). prompt_length: how
+    many of them are prompt. draws and role: what to draw with (TARGET when the request is verified
+    coupled, else DRAFT); draft i is drawn at position len(tokens) + i with node = i.
+    """
+
+    request_id: int
+    tokens: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    draws: Draws
+    role: Role
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Whatever guesses. Its memory is its own, written through observe() and release() only."""
+
+    name: str
+
+    def propose(
+        self, contexts: Sequence[DraftContext], budgets: Sequence[int]
+    ) -> list[Proposal | PacelineError]:
+        """At most budgets[i] tokens for contexts[i]; an empty proposal is always allowed.
+
+        An exception *in the list* ends that request alone; one that is raised ends all that were asked.
+        """
+        ...
+
+    def observe(self, request_id: int, committed: Sequence[int], hidden: NDArray[Any] | None = None) -> None:
+        """Newly committed tokens: first the whole prompt, then each step's block."""
+        ...
+
+    def release(self, request_id: int) -> None:
+        """Forget the request; unknown ids are ignored."""
+        ...
+
+    def close(self) -> None:
+        """Free what the drafter owns. Idempotent."""
+        ...
