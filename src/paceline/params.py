@@ -94,9 +94,7 @@ class SamplingParams:
         if self.verification not in VERIFICATIONS:
             raise InvalidParams(f"verification = {self.verification!r}; allowed: {', '.join(VERIFICATIONS)}")
         if self.logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidParams(
-                f"logprobs_mode = {self.logprobs_mode!r}; allowed: {', '.join(LOGPROBS_MODES)}"
-            )
+            raise InvalidParams(f"logprobs_mode = {self.logprobs_mode!r}; allowed: {', '.join(LOGPROBS_MODES)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -197,8 +195,6 @@ def _bias(value: Any) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise InvalidParams(f"logit_bias = {value!r}; allowed: a mapping from token id to a number")
     return {
-        _integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(
-            f"logit_bias[{token!r}]", bias, -100.0, 100.0
-        )
+        _integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(f"logit_bias[{token!r}]", bias, -100.0, 100.0)
         for token, bias in value.items()
     }

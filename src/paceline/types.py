@@ -254,7 +254,8 @@ class SpeculationStats:
     steps: target forwards that verified something, the first included. drafted: drafts verified.
     accepted: drafts that were kept *and* emitted. emitted: tokens handed to the user (the stop id included).
     drafted_at[i], accepted_at[i]: the same by draft position i within a step.
-    *_seconds: wall time of the steps this request took part in, by stage.
+    prefill_seconds: wall time of the steps in which this request was prefilling. The other *_seconds: wall
+    time of the steps that verified it, by stage; steps are shared with whoever else ran.
     """
 
     steps: int = 0
@@ -263,6 +264,7 @@ class SpeculationStats:
     emitted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -382,7 +384,7 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
-        """Token ids. add_special: begin-of-sequence as the model wants it; parse_special: read <|...|> as tokens."""
+        """Token ids. add_special: begin-of-sequence if the model has one; parse_special: <|x|> is one id."""
         ...
 
     def token_bytes(self, token: int) -> bytes:
@@ -468,9 +470,7 @@ class Drafter(Protocol):
 
     name: str
 
-    def propose(
-        self, contexts: Sequence[DraftContext], budgets: Sequence[int]
-    ) -> list[Proposal | PacelineError]:
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
         """At most budgets[i] tokens for contexts[i]; an empty proposal is always allowed.
 
         An exception *in the list* ends that request alone; one that is raised ends all that were asked.

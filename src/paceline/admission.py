@@ -1,0 +1,108 @@
+"""What may enter the engine: requests from callers and proposals from drafters.
+
+Everything else is a typed error that says why not.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence as Seq
+from typing import Literal
+
+from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError
+from .params import SamplingParams, refuse_unsupported
+from .rng import fresh_seed
+from .sequence import Sequence
+from .text import TextStream
+from .types import Backend, BackendInfo, Proposal, Request
+
+
+def admit_request(
+    backend: Backend, request_id: int, prompt_ids: Seq[int], params: SamplingParams, prompt: str | None = None
+) -> Sequence:
+    """A sequence for this request. Raises UnsupportedOption, InvalidPrompt or InvalidParams."""
+    info = backend.info
+    refuse_unsupported(params)
+    _check_params(params, info)
+    ids = _checked_prompt(prompt_ids, info)
+    limit = info.max_len if params.max_tokens is None else min(info.max_len, len(ids) + params.max_tokens)
+    if limit > info.kv_tokens:
+        raise InvalidPrompt(
+            f"a prompt of {len(ids)} tokens with max_tokens = {params.max_tokens} needs room for {limit} tokens; "
+            f"{info.model} was opened with room for {info.kv_tokens}"
+        )
+    request = Request(
+        request_id=request_id,
+        prompt_ids=ids,
+        params=params,
+        seed=fresh_seed() if params.seed is None else params.seed,
+        verification=resolve_verification(params),
+    )
+    stop_ids = frozenset(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids |= info.stop_ids
+    stream = TextStream(backend.tokenizer.token_bytes, params.stop_strings, params.include_stop_str_in_output)
+    return Sequence(request=request, prompt=prompt, limit=limit, stop_ids=stop_ids, stream=stream)
+
+
+def resolve_verification(params: SamplingParams) -> Literal["rejection", "block", "coupled"]:
+    """The rule for *sampled* proposals: with a seed the text must not depend on load, else most tokens per step."""
+    if params.verification == "auto":
+        return "block" if params.seed is None else "coupled"
+    return params.verification
+
+
+def admit_proposal(
+    answer: Proposal | PacelineError, who: str, budget: int, vocab_size: int, stop_ids: frozenset[int]
+) -> Proposal:
+    """A drafter's answer, cut behind the first draft that ends the request: nothing after it can be emitted.
+
+    Cutting there is exact: whether a draft is verified depends on the drafts before it only. Raises the
+    answer itself if it is an error, DrafterError where it breaks the contract.
+    """
+    if isinstance(answer, PacelineError):
+        raise answer
+    fault = None
+    if len(answer) > budget:
+        fault = f"{len(answer)} drafts where at most {budget} were asked for"
+    elif not answer.is_chain:
+        fault = f"a tree with parents {answer.parents}; only chains are verified"
+    elif any(not 0 <= t < vocab_size for t in answer.tokens):
+        fault = f"draft tokens {answer.tokens}; token ids are 0 to {vocab_size - 1}"
+    if fault is not None:
+        raise DrafterError(f"{who}: {fault}")
+    for i, token in enumerate(answer.tokens):
+        if token in stop_ids:
+            return answer.first(i + 1)
+    return answer
+
+
+def _checked_prompt(prompt_ids: Seq[int], info: BackendInfo) -> tuple[int, ...]:
+    ids = []
+    for i, token in enumerate(prompt_ids):
+        try:
+            number = -1 if isinstance(token, bool) else operator.index(token)
+        except TypeError:
+            number = -1
+        if not 0 <= number < info.vocab_size:
+            raise InvalidPrompt(
+                f"prompt token {i} is {token!r}; token ids of {info.model} are 0 to {info.vocab_size - 1}"
+            )
+        ids.append(number)
+    if not ids:
+        raise InvalidPrompt("the prompt has no tokens; give at least one")
+    if len(ids) >= info.max_len:
+        raise InvalidPrompt(
+            f"the prompt has {len(ids)} tokens; {info.model} holds {info.max_len} with the output "
+            f"(max_len), so a prompt may have at most {info.max_len - 1}"
+        )
+    return tuple(ids)
+
+
+def _check_params(params: SamplingParams, info: BackendInfo) -> None:
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids or ():
+            if token >= info.vocab_size:
+                raise InvalidParams(
+                    f"{name} names token {token}; token ids of {info.model} are 0 to {info.vocab_size - 1}"
+                )

@@ -1,0 +1,228 @@
+"""The loop. Read this first.
+
+    schedule -> propose -> score -> distribution -> verify -> commit -> emit
+
+Plain decoding is the same loop with empty proposals: "any drafter has the distribution of no drafter" is
+the test that defines the project.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from .admission import admit_proposal, admit_request
+from .draft import DEFAULT_DRAFT_LENGTH
+from .errors import DrafterError, InvalidParams, PacelineError
+from .params import SamplingParams
+from .rng import KeyedDraws
+from .schedule import Turn, admit, plan
+from .sequence import Sequence, TargetRows
+from .types import Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
+from .verify import verify_block, verify_point, verify_rejection
+
+EMPTY = Proposal.point(())
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """One request's part of the step that is being made."""
+
+    sequence: Sequence
+    turn: Turn
+    draws: Draws
+    proposal: Proposal = EMPTY
+    logits: np.ndarray | None = None
+
+
+class Engine:
+    """Runs requests on one backend with one drafter, up to max_seqs at once, first come first served.
+
+    draft_length: drafts per step where a request does not say. make_draws(seed, step_start): the source of
+    all randomness; tests put an enumerator there. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        drafter: Drafter,
+        *,
+        max_seqs: int | None = None,
+        draft_length: int | None = None,
+        make_draws: Callable[[int, int], Draws] = KeyedDraws,
+    ) -> None:
+        info = backend.info
+        self.backend, self.drafter, self.make_draws = backend, drafter, make_draws
+        self.max_seqs = info.max_slots if max_seqs is None else max_seqs
+        self.draft_length = DEFAULT_DRAFT_LENGTH if draft_length is None else draft_length
+        if not 1 <= self.max_seqs <= info.max_slots:
+            raise InvalidParams(f"max_seqs = {max_seqs!r}; allowed: 1 to {info.max_slots} on {info.model}")
+        if self.draft_length < 0:
+            raise InvalidParams(f"draft_length = {draft_length!r}; allowed: 0 or more")
+        if info.max_step_tokens < 2 * self.max_seqs:
+            raise InvalidParams(
+                f"max_step_tokens = {info.max_step_tokens}; allowed: at least twice max_seqs = {self.max_seqs}"
+            )
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._next_id = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether step() would do anything."""
+        return bool(self.waiting or self.running)
+
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, prompt: str | None = None) -> int:
+        """Queue a request; its id. What cannot be honoured is refused here, by name."""
+        sequence = admit_request(self.backend, self._next_id, prompt_ids, params, prompt)
+        self._next_id += 1
+        self.waiting.append(sequence)
+        return sequence.request.request_id
+
+    def cancel(self, request_id: int) -> StreamChunk | None:
+        """End a request now and free all it holds; None where it is unknown or already over."""
+        for sequence in [*self.waiting, *self.running]:
+            if sequence.request.request_id == request_id:
+                sequence.finish("cancelled")
+                return self._emit(sequence)
+        return None
+
+    def step(self) -> list[StreamChunk]:
+        """One target forward for everybody who has a turn; what each of them released.
+
+        A fault of one request ends that request alone, with the typed error in its output.
+        """
+        t0 = perf_counter()
+        self._admit()
+        work = self._schedule()
+        t1 = perf_counter()
+        self._propose([w for w in work if w.turn.drafts])
+        t2 = perf_counter()
+        self._score([w for w in work if w.sequence.finish_reason is None])
+        t3 = perf_counter()
+        for w in work:
+            if w.logits is not None:
+                self._verify_and_commit(w)
+        t4 = perf_counter()
+        chunks = [self._emit(w.sequence) for w in work if w.turn.decode or w.sequence.finish_reason]
+        t5 = perf_counter()
+        for w in work:
+            stats = w.sequence.stats
+            if w.turn.decode:
+                stats.draft_seconds += t2 - t1
+                stats.forward_seconds += t3 - t2
+                stats.verify_seconds += t4 - t3
+                stats.other_seconds += t1 - t0 + t5 - t4
+            else:
+                stats.prefill_seconds += t5 - t0
+        return chunks
+
+    # --- the stages, in the order of the loop -------------------------------------------------------
+
+    def _admit(self) -> None:
+        free_tokens = self.backend.info.kv_tokens - sum(s.limit for s in self.running)
+        needs = [s.limit for s in self.waiting]
+        for _ in range(admit(needs, self.max_seqs - len(self.running), free_tokens)):
+            sequence = self.waiting.popleft()
+            sequence.slot = self.backend.acquire()
+            self.drafter.observe(sequence.request.request_id, sequence.tokens)
+            self.running.append(sequence)
+
+    def _schedule(self) -> list[Work]:
+        wanted = [self._drafts_wanted(s) for s in self.running]
+        turns = plan([s.uncached for s in self.running], wanted, self.backend.info.max_step_tokens)
+        return [
+            Work(s, turn, self.make_draws(s.request.seed, len(s.tokens)))
+            for s, turn in zip(self.running, turns, strict=True)
+            if turn.decode or turn.prefill
+        ]
+
+    def _drafts_wanted(self, sequence: Sequence) -> int:
+        """A step emits up to drafts + 1 tokens; more than the request may still hold is wasted."""
+        if not self.backend.info.can_truncate:
+            return 0
+        asked = sequence.request.params.draft_length
+        room = sequence.limit - len(sequence.tokens) - 1
+        return min(self.draft_length if asked is None else asked, room)
+
+    def _propose(self, work: list[Work]) -> None:
+        if not work:
+            return
+        contexts = [
+            DraftContext(
+                request_id=w.sequence.request.request_id,
+                tokens=w.sequence.tokens,
+                prompt_length=len(w.sequence.request.prompt_ids),
+                params=w.sequence.request.params,
+                draws=w.draws,
+                role=Role.TARGET if w.sequence.request.verification == "coupled" else Role.DRAFT,
+            )
+            for w in work
+        ]
+        try:
+            answers = self.drafter.propose(contexts, [w.turn.drafts for w in work])
+            if len(answers) != len(work):
+                raise DrafterError(f"drafter {self.drafter.name} answered {len(answers)} of {len(work)} requests")
+        except PacelineError as error:
+            answers = [error] * len(work)
+        for w, answer in zip(work, answers, strict=True):
+            try:
+                who = f"drafter {self.drafter.name}, request {w.sequence.request.request_id}"
+                vocab_size = self.backend.info.vocab_size
+                w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence.stop_ids)
+            except PacelineError as error:
+                w.sequence.finish("error", error=error)
+
+    def _score(self, work: list[Work]) -> None:
+        if not work:
+            return
+        batch = []
+        for w in work:
+            s, drafts = w.sequence, w.proposal.tokens
+            new = (s.tokens[-1], *drafts) if w.turn.decode else s.tokens[s.cached : s.cached + w.turn.prefill]
+            batch.append(Segment(s.slot, tuple(new), s.cached, len(new) if w.turn.decode else 0))
+        try:
+            for w, logits in zip(work, self.backend.forward(batch), strict=True):
+                w.sequence.cached += w.turn.prefill
+                w.logits = logits if w.turn.decode else None
+        except PacelineError as error:
+            for w in work:
+                w.sequence.finish("error", error=error)
+
+    def _verify_and_commit(self, w: Work) -> None:
+        sequence = w.sequence
+        try:
+            taken = sequence.commit(self._verify(w), len(w.proposal))
+            if sequence.finish_reason is None:
+                sequence.cached = len(sequence.tokens) - 1
+                self.backend.truncate(sequence.slot, sequence.cached)
+                self.drafter.observe(sequence.request.request_id, taken)
+        except PacelineError as error:
+            sequence.finish("error", error=error)
+
+    def _verify(self, w: Work) -> Verdict:
+        """The rule follows the kind of the proposal and the request's choice, never the drafter's name."""
+        assert w.logits is not None
+        rows = TargetRows(w.sequence, w.proposal.tokens, w.logits)
+        verification = w.sequence.request.verification
+        if w.proposal.kind == "point" or verification == "coupled":
+            rule = verify_point
+        else:
+            rule = verify_block if verification == "block" else verify_rejection
+        return rule(rows, w.proposal, w.draws, len(w.sequence.tokens))
+
+    def _emit(self, sequence: Sequence) -> StreamChunk:
+        """What became final; whoever is finished gives everything back."""
+        if sequence.finish_reason is not None:
+            if sequence in self.running:
+                self.running.remove(sequence)
+                self.backend.release(sequence.slot)
+                self.drafter.release(sequence.request.request_id)
+            else:
+                self.waiting.remove(sequence)
+        return sequence.chunk()
