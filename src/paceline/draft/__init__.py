@@ -1,0 +1,18 @@
+"""Drafters: whatever guesses the next tokens."""
+
+from .lookup import LookupDrafter
+from .model import ModelDrafter
+from .none import NoDrafter
+from .registry import DEFAULT_DRAFT_LENGTH, DrafterSpec, build_drafter, parse_drafter
+from .vocabulary import check_same_vocabulary
+
+__all__ = [
+    "DEFAULT_DRAFT_LENGTH",
+    "DrafterSpec",
+    "LookupDrafter",
+    "ModelDrafter",
+    "NoDrafter",
+    "build_drafter",
+    "check_same_vocabulary",
+    "parse_drafter",
+]

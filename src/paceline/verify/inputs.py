@@ -99,7 +99,7 @@ def draft_rows(rule: str, proposal: Proposal, vocab_size: int) -> list[Distribut
         q = _fit(as_distribution(proposal.q[i], f"q[{i}]"), vocab_size)
         if not q.prob(token) > 0.0:
             raise DrafterError(
-                f"draft {i} is token {token}, but q[{i}] gives it {q.prob(token)}: it was not drawn from there. "
+                f"draft {i} is token {token}, but q[{i}] gives it {q.prob(token)}: it was not drawn from q. "
                 "Pass the distribution that was really sampled, after every transform"
             )
         rows.append(q)

@@ -1,0 +1,67 @@
+"""How many KV cells all slots use together. Integers only.
+
+llama.cpp keeps the keys and values of every sequence in one buffer of cells and does not say how many
+are free. A forked slot shares the cells of its prefix, and such a cell is free again when the last slot that
+holds it lets go. Cells have numbers of our own here; which of llama.cpp's they are does not matter.
+"""
+
+from __future__ import annotations
+
+from ...errors import InvariantError
+
+__all__ = ["CellBook"]
+
+
+class CellBook:
+    """The cells of each slot, in order of position; a slot's length is how many it holds."""
+
+    def __init__(self, slots: int, capacity: int) -> None:
+        self.capacity = capacity
+        self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._holders = [0] * capacity
+        self._free = list(range(capacity))
+
+    @property
+    def free(self) -> int:
+        """Cells nobody holds."""
+        return len(self._free)
+
+    def length(self, slot: int) -> int:
+        """Tokens cached in `slot`."""
+        return len(self._held[slot])
+
+    def grow(self, slot: int, count: int) -> None:
+        """Give `slot` `count` more cells; the caller has looked at `free`."""
+        at = len(self._free) - count
+        new = self._free[at:]
+        del self._free[at:]
+        for cell in new:
+            self._holders[cell] = 1
+        self._held[slot] += new
+
+    def cut(self, slot: int, length: int) -> None:
+        """Let go of all but the first `length` cells."""
+        held = self._held[slot]
+        for cell in held[length:]:
+            self._holders[cell] -= 1
+            if not self._holders[cell]:
+                self._free.append(cell)
+        del held[length:]
+
+    def share(self, source: int, target: int) -> None:
+        """Let the empty slot `target` hold every cell that `source` holds."""
+        self._held[target] = list(self._held[source])
+        for cell in self._held[target]:
+            self._holders[cell] += 1
+
+    def check(self) -> None:
+        """Raise InvariantError where holders and free cells do not add up."""
+        holders = [0] * self.capacity
+        for held in self._held:
+            for cell in held:
+                holders[cell] += 1
+        free = sorted(cell for cell, count in enumerate(holders) if not count)
+        if holders != self._holders or free != sorted(self._free):
+            raise InvariantError(
+                f"KV cells do not add up: {len(free)} should be free of {self.capacity}, {self.free} are listed"
+            )

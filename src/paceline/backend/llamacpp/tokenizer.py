@@ -1,0 +1,123 @@
+"""Text to tokens and back with the vocabulary of a GGUF file."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...errors import InvalidInput, InvalidPrompt, UnsupportedOption
+from ...text.chat import render
+from .native import NativeModel
+
+__all__ = ["LlamaCppTokenizer"]
+
+MAX_TEXT_BYTES = 2**31 - 1
+
+
+class LlamaCppTokenizer:
+    """Tokenizer of types.py over llama.cpp's own tokeniser.
+
+    vocab_size: V. bos, eos: their token ids, or None where the file names none.
+    """
+
+    def __init__(self, model: NativeModel) -> None:
+        self._model = model
+        self._native = model.native
+        vocab = model.vocab
+        self.vocab_size = int(self._native.llama_vocab_n_tokens(vocab))
+        self.bos = self._special(self._native.llama_vocab_bos(vocab))
+        self.eos = self._special(self._native.llama_vocab_eos(vocab))
+        self._adds_eos = bool(self._native.llama_vocab_get_add_eos(vocab))
+        self._pieces: list[bytes | None] = [None] * self.vocab_size
+        self._buffer = ctypes.create_string_buffer(256)
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        """Token ids of `text`.
+
+        add_special puts begin-of-sequence in front if the file asks for it, once: where the text, as a chat
+        template leaves it, already starts with that token (and parse_special reads it), none is added. An
+        end-of-sequence that the file wants behind a text is left off: a prompt goes on.
+
+        Raises InvalidPrompt for text that is not valid Unicode (a lone surrogate) or longer than 2 GiB.
+        """
+        try:
+            raw = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(
+                f"the text holds a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}"
+            ) from None
+        if len(raw) > MAX_TEXT_BYTES:
+            raise InvalidPrompt(f"the text has {len(raw)} bytes; at most {MAX_TEXT_BYTES} can be tokenised")
+        ids = self._tokenize(raw, add_special, parse_special)
+        if add_special and self._adds_eos and ids and ids[-1] == self.eos:
+            del ids[-1]
+        if add_special and parse_special and self.bos is not None and ids[:2] == [self.bos, self.bos]:
+            del ids[0]
+        return ids
+
+    def _tokenize(self, raw: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        # A token covers at least one byte, but normalisation may add a few and special tokens join in.
+        capacity = len(raw) + 16
+        while True:
+            buffer = (ctypes.c_int32 * capacity)()
+            count = self._native.llama_tokenize(
+                self._model.vocab, raw, len(raw), buffer, capacity, add_special, parse_special
+            )
+            if count >= 0:
+                return buffer[:count]
+            if -count <= capacity:  # INT32_MIN, llama.cpp's word for "too many to count"
+                raise InvalidPrompt(f"the text of {len(raw)} bytes has too many tokens to count")
+            capacity = -count
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token adds to a text; b"" for control tokens. May be part of a character.
+
+        Where the vocabulary marks the start of words (SentencePiece), the first token of a text keeps the
+        space in front, which a whole-text detokeniser would drop.
+        """
+        piece = self._pieces[token] if 0 <= token < self.vocab_size else None
+        if piece is None:
+            piece = self._pieces[self._known(token)] = self._piece(token, special=False)
+        return piece
+
+    def token_text(self, token: int) -> bytes:
+        """A token's entry in the vocabulary as the file spells it, control tokens included.
+
+        For comparing vocabularies: token_bytes is b"" for every control token, so it cannot tell two apart.
+        """
+        return bytes(self._native.llama_vocab_get_text(self._model.vocab, self._known(token)) or b"")
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The prompt text of a conversation by the file's own template, with the assistant's turn opened.
+
+        Encode it with add_special and parse_special on. Raises UnsupportedOption where the file has no
+        template or one that cannot be used, InvalidInput where the template refuses the messages.
+        """
+        template = self._native.llama_model_chat_template(self._model.model, None)
+        if not template:
+            raise UnsupportedOption(
+                f"{self._model.path.name} has no chat template; give it a prompt instead of messages"
+            )
+        return render(
+            template.decode("utf-8", "replace"), messages, bos=self._spelled(self.bos), eos=self._spelled(self.eos)
+        )
+
+    def _spelled(self, token: int | None) -> str:
+        return "" if token is None else self._piece(token, special=True).decode("utf-8", "replace")
+
+    def _piece(self, token: int, special: bool) -> bytes:
+        vocab = self._model.vocab
+        size = self._native.llama_token_to_piece(vocab, token, self._buffer, len(self._buffer), 0, special)
+        if size < 0:
+            self._buffer = ctypes.create_string_buffer(-size)
+            size = self._native.llama_token_to_piece(vocab, token, self._buffer, -size, 0, special)
+        return self._buffer.raw[:size]
+
+    def _known(self, token: int) -> int:
+        if not 0 <= token < self.vocab_size:
+            raise InvalidInput(f"token id {token} is outside the vocabulary (0 .. {self.vocab_size - 1})")
+        return token
+
+    def _special(self, token: int) -> int | None:
+        return int(token) if 0 <= token < self.vocab_size else None

@@ -1,0 +1,469 @@
+"""The loop on the toy backend: stops, limits, faults, cancellation, capabilities, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from paceline.backend.toy import ToyBackend
+from paceline.draft import LookupDrafter, NoDrafter
+from paceline.engine import Engine
+from paceline.errors import (
+    BackendError,
+    BadLogits,
+    DrafterError,
+    InvalidParams,
+    InvalidPrompt,
+    RollbackError,
+    UnsupportedOption,
+)
+from paceline.params import SamplingParams
+from paceline.types import Drafter, Proposal, RequestOutput, StreamChunk
+from tests.drafters import PointDrafter
+
+PROMPT = (1, 2, 3)
+
+
+def toy(**options: Any) -> ToyBackend:
+    return ToyBackend(**{"vocab_size": 12, "stop_ids": (), "max_len": 256, "max_seqs": 8, "seed": 5, **options})
+
+
+def run(engine: Engine) -> dict[int, RequestOutput]:
+    """Everything to the end; owners check themselves after every step."""
+    done: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.output is not None:
+                done[chunk.request_id] = chunk.output
+        engine.backend.check()
+    assert engine.backend.slots_in_use == 0  # type: ignore[attr-defined]
+    return done
+
+
+def generate(
+    params: SamplingParams, drafter: Drafter | None = None, backend: ToyBackend | None = None, **options: Any
+) -> RequestOutput:
+    engine = Engine(backend or toy(), drafter or NoDrafter(), **options)
+    request_id = engine.add(PROMPT, params)
+    return run(engine)[request_id]
+
+
+def plain_tokens(n: int, **params: Any) -> tuple[int, ...]:
+    return generate(SamplingParams(max_tokens=n, **params)).outputs[0].token_ids
+
+
+def oracle(tokens: tuple[int, ...], wrong_at: Sequence[int] = ()) -> PointDrafter:
+    """Drafts exactly what will come, but for the output positions in wrong_at."""
+
+    def guess(seen: tuple[int, ...], budget: int) -> list[int]:
+        start = len(seen) - len(PROMPT)
+        right = tokens[start : start + budget]
+        return [(t + 1) % 12 if start + i in wrong_at else t for i, t in enumerate(right)]
+
+    return PointDrafter(guess)
+
+
+# --- length and stops -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 4, 9])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5, 6, 17])
+def test_exact_length_for_every_draft_length(draft_length: int, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0, draft_length=draft_length)
+    out = generate(params, oracle(plain_tokens(40, temperature=0)))
+    completion = out.outputs[0]
+    assert completion.token_ids == plain_tokens(max_tokens, temperature=0)
+    assert completion.finish_reason == "length"
+    assert out.speculation.emitted == max_tokens == len(completion.kinds)
+    assert out.speculation.steps == -(-max_tokens // (draft_length + 1))
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 3, 6])
+@pytest.mark.parametrize("offset", range(8))
+def test_stop_id_at_every_offset_of_a_block(draft_length: int, offset: int) -> None:
+    """transformers PR #31301, #47912, PR #48981; sglang#31599, PR #33758: nothing after the stop leaks."""
+    tokens = plain_tokens(40, seed=3)
+    stop = tokens[offset]
+    first = tokens.index(stop)
+    params = SamplingParams(max_tokens=30, seed=3, stop_token_ids=[stop], draft_length=draft_length)
+    drafter = oracle(tokens)
+    out = generate(params, drafter)
+    completion = out.outputs[0]
+    assert completion.token_ids == tokens[: first + 1]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == "".join("0123456789ab"[t] for t in tokens[:first])
+    assert out.speculation.emitted == first + 1
+    assert drafter.observed == {}
+
+
+def test_stop_id_text_is_kept_on_request() -> None:
+    tokens = plain_tokens(10, seed=3)
+    params = SamplingParams(seed=3, stop_token_ids=[tokens[4]], include_stop_str_in_output=True)
+    first = tokens.index(tokens[4])
+    assert generate(params).outputs[0].text == "".join("0123456789ab"[t] for t in tokens[: first + 1])
+
+
+def test_stop_wins_over_length() -> None:
+    """sglang#31599: a block [.., STOP, a, b] that crosses max_tokens ends with "stop"."""
+    tokens = plain_tokens(40, seed=3)
+    first = tokens.index(tokens[3])
+    params = SamplingParams(max_tokens=first + 1, seed=3, stop_token_ids=[tokens[3]], draft_length=6)
+    assert generate(params, oracle(tokens)).outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 5])
+@pytest.mark.parametrize("start", range(7))
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("include", [False, True])
+def test_stop_string_at_every_offset(draft_length: int, start: int, length: int, include: bool) -> None:
+    """vllm#47616, openvino.genai PR #1719: text, ids and counts are cut at the same place, across steps too."""
+    tokens = plain_tokens(60, seed=3)
+    text = "".join("0123456789ab"[t] for t in tokens)
+    stop = text[start : start + length]
+    end = text.index(stop) + len(stop)
+    kept = end if include else end - len(stop)
+    params = SamplingParams(
+        max_tokens=50, seed=3, stop=stop, draft_length=draft_length, include_stop_str_in_output=include
+    )
+    out = generate(params, oracle(tokens))
+    completion = out.outputs[0]
+    assert (completion.text, completion.token_ids) == (text[:kept], tokens[:kept])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert out.speculation.emitted == len(completion.token_ids) == len(completion.kinds)
+    assert out.speculation.accepted == completion.kinds.count("accepted")
+
+
+def test_ignore_eos_emits_it_and_goes_on() -> None:
+    backend = toy(stop_ids=(4, 7))
+    out = generate(SamplingParams(max_tokens=60, seed=1, ignore_eos=True), backend=backend)
+    assert {4, 7} & set(out.outputs[0].token_ids)
+    assert len(out.outputs[0].token_ids) == 60
+    stopped = generate(SamplingParams(max_tokens=60, seed=1), backend=toy(stop_ids=(4, 7))).outputs[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] in (4, 7)
+    assert stopped.token_ids == out.outputs[0].token_ids[: len(stopped.token_ids)]
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 9])
+@pytest.mark.parametrize("prompt_length", [1, 20, 25, 26, 27, 28, 29, 30, 31])
+def test_to_exactly_the_context_limit(draft_length: int, prompt_length: int) -> None:
+    """vllm PR #38711, vllm#42533, exllamav2#274: no draft past the limit, and no token lost before it."""
+    backend = toy(max_len=32)
+    engine = Engine(backend, PointDrafter(lambda seen, k: [0] * k))
+    request_id = engine.add([1] * prompt_length, SamplingParams(max_tokens=None, draft_length=draft_length))
+    out = run(engine)[request_id].outputs[0]
+    assert out.finish_reason == "length"
+    assert len(out.token_ids) == 32 - prompt_length
+
+
+# --- counters ---------------------------------------------------------------------------------------
+
+
+def test_counters_add_up() -> None:
+    tokens = plain_tokens(60, temperature=0)
+    out = generate(SamplingParams(max_tokens=31, temperature=0, draft_length=4), oracle(tokens, wrong_at=(3, 11, 12)))
+    s = out.speculation
+    kinds = out.outputs[0].kinds
+    assert s.emitted == 31 == len(kinds)
+    assert s.accepted == kinds.count("accepted") == sum(s.accepted_at)
+    assert s.drafted == sum(s.drafted_at)
+    assert s.rejected == s.drafted - s.accepted > 0
+    assert s.emitted == s.accepted + s.steps
+    assert s.tokens_per_step == s.emitted / s.steps
+    assert all(a <= d for a, d in zip(s.accepted_at, s.drafted_at, strict=True))
+    assert s.forward_seconds > 0
+    assert s.verify_seconds > 0
+
+
+def test_a_mismatch_still_emits_one_token() -> None:
+    """vllm#8320: tokens of a step at a mismatch are accepted + 1, never accepted."""
+    out = generate(
+        SamplingParams(max_tokens=20, temperature=0, draft_length=3),
+        oracle(plain_tokens(40, temperature=0), wrong_at=range(40)),
+    )
+    assert out.speculation.accepted == 0
+    assert out.speculation.steps == 20
+
+
+def test_without_drafts_the_drafter_is_not_asked() -> None:
+    drafter = oracle(plain_tokens(40, temperature=0))
+    out = generate(SamplingParams(max_tokens=10, temperature=0, draft_length=0), drafter)
+    assert drafter.calls == 0
+    assert out.speculation.drafted == 0
+    assert set(out.outputs[0].kinds) == {"bonus"}
+
+
+# --- streaming --------------------------------------------------------------------------------------
+
+
+def chunks_of(engine: Engine, request_id: int) -> list[StreamChunk]:
+    found = []
+    while engine.has_work:
+        found += [c for c in engine.step() if c.request_id == request_id]
+    return found
+
+
+@pytest.mark.parametrize("stop", [None, "77", "a0", "5"])
+def test_chunks_joined_are_the_output(stop: str | None) -> None:
+    tokens = plain_tokens(60, seed=3)
+    engine = Engine(toy(), oracle(tokens, wrong_at=(5, 6, 20)), draft_length=4)
+    chunks = chunks_of(engine, engine.add(PROMPT, SamplingParams(max_tokens=50, seed=3, stop=stop)))
+    output = chunks[-1].output
+    assert output is not None
+    completion = output.outputs[0]
+    assert "".join(c.text for c in chunks) == completion.text
+    assert sum((c.token_ids for c in chunks), ()) == completion.token_ids
+    pieces = [p for c in chunks for p in c.pieces]
+    assert "".join(text for text, _ in pieces) == completion.text
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert all(c.output is None for c in chunks[:-1])
+
+
+# --- faults end one request alone -------------------------------------------------------------------
+
+
+def with_mates(backend: ToyBackend, drafter: Drafter, params: SamplingParams) -> tuple[RequestOutput, ...]:
+    """One request that is in for trouble between two that are not."""
+    engine = Engine(backend, drafter)
+    mate = SamplingParams(max_tokens=20, seed=11)
+    a = engine.add((2, 2), mate)
+    victim = engine.add(PROMPT, params)
+    b = engine.add((3, 3), mate)
+    done = run(engine)
+    for request_id, prompt in ((a, (2, 2)), (b, (3, 3))):
+        solo = Engine(toy(), NoDrafter())
+        solo_id = solo.add(prompt, mate)
+        assert done[request_id].outputs[0].token_ids == run(solo)[solo_id].outputs[0].token_ids
+    return done[victim], done[a], done[b]
+
+
+def test_a_nan_row_names_request_and_position() -> None:
+    """vllm#44744, vllm#53029, vllm#21876; TensorRT-LLM#11125: NaN is a typed error, never an id."""
+    backend = toy(nan_when=lambda seen: seen[:3] == PROMPT and len(seen) == 6)
+    victim, *_ = with_mates(backend, LookupDrafter(), SamplingParams(max_tokens=20, seed=11))
+    completion = victim.outputs[0]
+    assert completion.finish_reason == "error"
+    assert isinstance(completion.error, BadLogits)
+    assert "request 1, position 6" in str(completion.error)
+    assert len(completion.token_ids) == 3
+    assert completion.token_ids == plain_tokens(20, seed=11)[:3]
+
+
+def test_a_nan_row_behind_the_mismatch_is_never_looked_at() -> None:
+    tokens = plain_tokens(20, seed=11)
+    backend = toy(nan_when=lambda seen: seen[:3] == PROMPT and seen[3:] != tokens[: len(seen) - 3])
+    out = generate(SamplingParams(max_tokens=20, seed=11), oracle(tokens, wrong_at=(2, 7)), backend)
+    assert out.outputs[0].token_ids == tokens
+
+
+@pytest.mark.parametrize("drafts", [[12], [-1], [3, 99]])
+def test_ids_outside_the_vocabulary_never_reach_the_model(drafts: list[int]) -> None:
+    """vllm#46899, vllm#40768, TensorRT-LLM#15182: -1 placeholders as token ids."""
+
+    class Raw(PointDrafter):
+        def propose(self, contexts: Any, budgets: Any) -> Any:
+            bad = Proposal(tuple(drafts), tuple(range(-1, len(drafts) - 1)), "point")
+            return [bad if c.tokens[:3] == list(PROMPT) else Proposal.point(()) for c in contexts]
+
+    victim, *_ = with_mates(toy(), Raw(lambda seen, k: ()), SamplingParams(max_tokens=20))
+    assert isinstance(victim.outputs[0].error, DrafterError)
+    assert "request 1" in str(victim.outputs[0].error)
+
+
+def test_too_many_drafts_and_trees_break_the_contract() -> None:
+    for proposal in (Proposal.point([1] * 9), Proposal.point([1, 2], parents=[-1, -1])):
+
+        class Bad(PointDrafter):
+            answer = proposal
+
+            def propose(self, contexts: Any, budgets: Any) -> Any:
+                return [self.answer for _ in contexts]
+
+        out = generate(SamplingParams(max_tokens=20), Bad(lambda seen, k: ()))
+        assert isinstance(out.outputs[0].error, DrafterError)
+
+
+def test_a_drafter_fault_in_the_list_ends_that_request_alone() -> None:
+    class Faulty(PointDrafter):
+        def propose(self, contexts: Any, budgets: Any) -> Any:
+            return [
+                BadLogits("draft row is NaN") if list(c.tokens[:3]) == list(PROMPT) else Proposal.point(())
+                for c in contexts
+            ]
+
+    victim, *_ = with_mates(toy(), Faulty(lambda seen, k: ()), SamplingParams(max_tokens=20))
+    assert isinstance(victim.outputs[0].error, BadLogits)
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_drafter_that_fails_as_a_whole_ends_those_it_was_asked_for(raised: bool) -> None:
+    class Broken(PointDrafter):
+        def propose(self, contexts: Any, budgets: Any) -> Any:
+            if raised:
+                raise DrafterError("out of order")
+            return []
+
+    engine = Engine(toy(), Broken(lambda seen, k: ()))
+    asked = engine.add(PROMPT, SamplingParams(max_tokens=9))
+    spared = engine.add(PROMPT, SamplingParams(max_tokens=9, draft_length=0))
+    done = run(engine)
+    assert isinstance(done[asked].outputs[0].error, DrafterError)
+    assert done[spared].outputs[0].finish_reason == "length"
+
+
+def test_a_rollback_that_fails_is_a_typed_error() -> None:
+    """mlx-lm#846: a rollback that did nothing must not pass for one that did."""
+    out = generate(SamplingParams(max_tokens=20, seed=1), PointDrafter(lambda s, k: [0] * k), toy(rollback="fails"))
+    assert isinstance(out.outputs[0].error, RollbackError)
+
+
+def test_a_failed_forward_ends_the_requests_in_it() -> None:
+    backend = toy()
+    engine = Engine(backend, NoDrafter())
+    a = engine.add(PROMPT, SamplingParams(max_tokens=5))
+    engine.step()
+    forward = backend.forward
+
+    def broken(batch: Any) -> Any:
+        backend.forward = forward  # type: ignore[method-assign]
+        raise BackendError("no memory")
+
+    backend.forward = broken  # type: ignore[method-assign]
+    engine.step()
+    b = engine.add(PROMPT, SamplingParams(max_tokens=5))
+    done = run(engine)
+    assert a not in done
+    assert done[b].outputs[0].finish_reason == "length"
+
+
+# --- cancellation, admission, capabilities ----------------------------------------------------------
+
+
+def test_cancel_frees_everything() -> None:
+    backend = toy()
+    drafter = PointDrafter(lambda seen, k: [0] * k)
+    engine = Engine(backend, drafter, max_seqs=2)
+    ids = [engine.add(PROMPT, SamplingParams(max_tokens=50, seed=i)) for i in range(3)]
+    for _ in range(3):
+        engine.step()
+    running = engine.cancel(ids[0])
+    waiting = engine.cancel(ids[2])
+    for chunk in (running, waiting):
+        assert chunk is not None
+        assert chunk.output is not None
+        assert chunk.output.outputs[0].finish_reason == "cancelled"
+    assert running is not None
+    assert running.output is not None
+    assert running.output.outputs[0].token_ids == plain_tokens(50, seed=0)[: running.output.speculation.emitted]
+    assert engine.cancel(ids[0]) is None
+    assert engine.cancel(999) is None
+    assert list(drafter.observed) == [ids[1]]
+    assert backend.slots_in_use == 1
+    assert run(engine)[ids[1]].outputs[0].token_ids == plain_tokens(50, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "no tokens"),
+        ([1, 12], "prompt token 1 is 12"),
+        ([-1], "prompt token 0 is -1"),
+        ([True], "prompt token 0 is True"),
+        ([1.5], "prompt token 0 is 1.5"),
+        (["a"], "prompt token 0 is 'a'"),
+        ([1] * 256, "has 256 tokens"),
+    ],
+)
+def test_bad_prompts_are_refused(prompt: Any, message: str) -> None:
+    with pytest.raises(InvalidPrompt, match=message):
+        Engine(toy(), NoDrafter()).add(prompt, SamplingParams())
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"n": 2},
+        {"min_tokens": 3},
+        {"bad_words": ["x"]},
+        {"allowed_token_ids": [1]},
+        {"logprobs": 0},
+        {"prompt_logprobs": 1},
+        {"logits_processors": [abs]},
+        {"logprobs_mode": "raw_logprobs"},
+        {"grammar": {"regex": "a"}},
+        {"grammar_after": "</think>"},
+    ],
+    ids=lambda o: next(iter(o)),
+)
+def test_options_of_later_versions_are_refused_by_name(option: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedOption, match=next(iter(option))):
+        Engine(toy(), NoDrafter()).add(PROMPT, SamplingParams(**option))
+
+
+def test_ids_in_params_must_exist() -> None:
+    engine = Engine(toy(), NoDrafter())
+    with pytest.raises(InvalidParams, match="stop_token_ids names token 12"):
+        engine.add(PROMPT, SamplingParams(stop_token_ids=[12]))
+    with pytest.raises(InvalidParams, match="logit_bias names token 40"):
+        engine.add(PROMPT, SamplingParams(logit_bias={40: 1.0}))
+
+
+def test_requests_wait_for_room() -> None:
+    backend = toy(kv_tokens=64)
+    engine = Engine(backend, NoDrafter())
+    ids = [engine.add(PROMPT, SamplingParams(max_tokens=27, seed=i)) for i in range(5)]
+    engine.step()
+    assert len(engine.running) == 2
+    done = run(engine)
+    assert [done[i].outputs[0].token_ids for i in ids] == [plain_tokens(27, seed=i) for i in range(5)]
+    with pytest.raises(InvalidPrompt, match="room for 64"):
+        engine.add(PROMPT, SamplingParams(max_tokens=None))
+
+
+def test_a_model_that_cannot_roll_back_runs_plainly() -> None:
+    drafter = PointDrafter(lambda seen, k: [0] * k)
+    out = generate(SamplingParams(max_tokens=10, seed=4), drafter, toy(can_truncate=False))
+    assert drafter.calls == 0
+    assert out.outputs[0].token_ids == plain_tokens(10, seed=4)
+
+
+def test_engine_options_are_checked() -> None:
+    with pytest.raises(InvalidParams, match="max_seqs = 9"):
+        Engine(toy(), NoDrafter(), max_seqs=9)
+    with pytest.raises(InvalidParams, match="max_step_tokens = 15"):
+        Engine(toy(max_step_tokens=15), NoDrafter())
+    with pytest.raises(InvalidParams, match="draft_length = -1"):
+        Engine(toy(), NoDrafter(), draft_length=-1)
+
+
+def test_unseeded_requests_differ_and_report_their_seed() -> None:
+    """vllm#50440: one seed broadcast over a batch correlates its requests; and a replay needs the seed."""
+    engine = Engine(toy(), LookupDrafter())
+    ids = [engine.add(PROMPT, SamplingParams(max_tokens=30)) for _ in range(8)]
+    done = run(engine)
+    outputs = [done[i].outputs[0] for i in ids]
+    assert len({o.token_ids for o in outputs}) == 8
+    assert len({o.seed for o in outputs}) == 8
+    again = generate(SamplingParams(max_tokens=30, seed=outputs[0].seed, verification=outputs[0].verification))  # type: ignore[arg-type]
+    assert again.outputs[0].token_ids == outputs[0].token_ids
+
+
+def test_verification_is_resolved_and_reported() -> None:
+    def used(**params: Any) -> str:
+        return generate(SamplingParams(max_tokens=1, **params)).outputs[0].verification
+
+    assert used() == "block"
+    assert used(seed=1) == "coupled"
+    assert used(seed=1, verification="rejection") == "rejection"
+
+
+def test_cached_is_committed_minus_one_after_every_step() -> None:
+    backend = toy()
+    engine = Engine(backend, oracle(plain_tokens(60, seed=3), wrong_at=(2, 3, 9)))
+    engine.add(PROMPT, SamplingParams(max_tokens=40, seed=3))
+    while engine.has_work:
+        engine.step()
+        for sequence in engine.running:
+            assert backend.cached_tokens(sequence.slot) == tuple(sequence.tokens[:-1])
