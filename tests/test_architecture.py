@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "backend": RULES | {"text"},
     "text": RULES,
     "schedule": BASE | {"cache"},
-    "models": BASE,
+    "models": BASE | {"backend"},
     "sequence": RULES | {"text"},
     "admission": RULES | {"text", "sequence"},
     "engine": RULES | {"text", "draft", "schedule", "backend"} | ENGINE,

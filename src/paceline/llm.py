@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from .draft import ModelDrafter, NoDrafter, build_drafter, check_same_vocabulary, parse_drafter
+from .draft import ModelDrafter, NoDrafter, build_drafter, parse_drafter
 from .engine import Engine
 from .errors import InvalidInput, InvalidParams, InvalidPrompt, UnsupportedOption
 from .params import SamplingParams
@@ -97,8 +97,7 @@ class LLM:
             return build_drafter(drafter)
         draft_backend = open_backend(name, backend, **sizes)
         try:
-            check_same_vocabulary(self.backend.tokenizer, draft_backend.tokenizer)
-            return ModelDrafter(draft_backend, drafter)
+            return ModelDrafter(draft_backend, drafter, self.backend)
         except BaseException:
             draft_backend.close()
             raise

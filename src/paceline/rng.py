@@ -42,6 +42,7 @@ __all__ = [
     "counter_words",
     "derive_seed",
     "fresh_seed",
+    "inlined",
     "kernel",
     "philox4x32",
     "philox4x32_rows",
@@ -61,8 +62,21 @@ DERIVE = 255  # stands where a role stands in counter word 3; no draw has this r
 
 
 def kernel(function: F) -> F:
-    """Compile `function` with numba on first use, cached on disk, on the calling thread, without fast-math."""
-    return cast(F, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    """Compile `function` with numba on first use, on the calling thread, without fast-math, cached on disk."""
+    return _compiled(function)
+
+
+def inlined(function: F) -> F:
+    """Compile like `kernel`, always inline: a call left in a loop keeps LLVM from vectorising it."""
+    return _compiled(function, forceinline=True)
+
+
+def _compiled(function: F, **options: Any) -> F:
+    options |= {"nogil": True, "error_model": "numpy"}
+    try:
+        return cast(F, numba.njit(cache=True, **options)(function))
+    except RuntimeError:  # no folder that numba may write to: every process compiles for itself
+        return cast(F, numba.njit(**options)(function))
 
 
 # --- Philox4x32-10 ----------------------------------------------------------------------------------
@@ -102,7 +116,7 @@ _MASK, _32, _21, _11 = np.uint64(MASK32), np.uint64(32), np.uint64(21), np.uint6
 _M0, _M1, _W0, _W1 = (np.uint64(c) for c in (MULTIPLIER_0, MULTIPLIER_1, WEYL_0, WEYL_1))
 
 
-@kernel
+@inlined
 def _philox(c0: Any, c1: Any, c2: Any, c3: Any, k0: Any, k1: Any) -> Any:
     """The ten rounds on uint64 values below 2**32."""
     for _ in range(ROUNDS):
@@ -137,7 +151,7 @@ def philox4x32_rows(counters: ArrayLike, key: Sequence[int]) -> NDArray[np.uint3
     return out
 
 
-@kernel
+@inlined
 def _unit(high: Any, low: Any) -> Any:
     """The upper 53 bits of two words as a float64 in [0, 1)."""
     return np.float64(np.int64((high << _21) | (low >> _11))) * 2.0**-53
@@ -146,9 +160,7 @@ def _unit(high: Any, low: Any) -> Any:
 @kernel
 def _lane0(c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
     """Lane 0 of the call whose counter word 0 is 0."""
-    a, b, _, _ = _philox(
-        np.uint64(0), np.uint64(c1), np.uint64(c2), np.uint64(c3), np.uint64(k0), np.uint64(k1)
-    )
+    a, b, _, _ = _philox(np.uint64(0), np.uint64(c1), np.uint64(c2), np.uint64(c3), np.uint64(k0), np.uint64(k1))
     return _unit(a, b)
 
 

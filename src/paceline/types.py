@@ -391,6 +391,10 @@ class Tokenizer(Protocol):
         """The bytes one token adds to a text; b"" for control tokens. May be part of a character."""
         ...
 
+    def token_text(self, token: int) -> bytes:
+        """What names a token where vocabularies are compared; control tokens have one too."""
+        ...
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt text of a conversation, with the assistant's turn opened.
 

@@ -21,9 +21,7 @@ from ..types import BackendInfo, FloatArray, IntArray, Segment
 Table = Callable[[tuple[int, ...]], Sequence[float] | FloatArray]
 
 # Printable characters first, so that small vocabularies are legible; all 256 bytes in the end.
-_PRINTABLE = (
-    b"0123456789abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?'\"()[]{}<>=+-*/\\|&%$#@^_`~\n"
-)
+_PRINTABLE = b"0123456789abcdefghijklmnopqrstuvwxyz ABCDEFGHIJKLMNOPQRSTUVWXYZ.,;:!?'\"()[]{}<>=+-*/\\|&%$#@^_`~\n"
 ALPHABET = _PRINTABLE + bytes(b for b in range(256) if b not in _PRINTABLE)
 
 
@@ -32,9 +30,7 @@ class ToyTokenizer:
 
     def __init__(self, vocab_size: int, stop_ids: frozenset[int]) -> None:
         self.vocab_size = vocab_size
-        self._bytes = [
-            b"" if v in stop_ids or v >= len(ALPHABET) else ALPHABET[v : v + 1] for v in range(vocab_size)
-        ]
+        self._bytes = [b"" if v in stop_ids or v >= len(ALPHABET) else ALPHABET[v : v + 1] for v in range(vocab_size)]
         self._ids = {piece: v for v, piece in enumerate(self._bytes) if piece}
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
@@ -43,8 +39,7 @@ class ToyTokenizer:
             return [self._ids[bytes([b])] for b in text.encode("utf-8")]
         except KeyError as missing:
             raise InvalidPrompt(
-                f"the toy model with vocabulary {self.vocab_size} has no token for byte {missing.args[0]!r} "
-                f"of {text!r}"
+                f"the toy model with vocabulary {self.vocab_size} has no token for byte {missing.args[0]!r} of {text!r}"
             ) from None
 
     def token_bytes(self, token: int) -> bytes:
@@ -220,9 +215,7 @@ class ToyBackend:
 
     def _check_batch(self, batch: Sequence[Segment], width: int) -> None:
         if width > self.info.max_step_tokens:
-            raise BackendError(
-                f"toy forward of {width} tokens; at most {self.info.max_step_tokens} fit a step"
-            )
+            raise BackendError(f"toy forward of {width} tokens; at most {self.info.max_step_tokens} fit a step")
         if len({s.slot for s in batch}) != len(batch):
             raise BackendError(f"toy forward names a slot twice: {[s.slot for s in batch]}")
         for s in batch:
@@ -232,28 +225,22 @@ class ToyBackend:
                     f"toy slot {s.slot} holds {self._length[s.slot]} tokens, the segment starts at {s.start}"
                 )
             if not s.tokens or not 0 <= s.num_rows <= len(s.tokens):
-                raise BackendError(
-                    f"toy slot {s.slot}: {s.num_rows} rows asked of {len(s.tokens)} new tokens"
-                )
+                raise BackendError(f"toy slot {s.slot}: {s.num_rows} rows asked of {len(s.tokens)} new tokens")
             if s.start + len(s.tokens) > self.info.max_len:
                 raise BackendError(
                     f"toy slot {s.slot}: {s.start} + {len(s.tokens)} tokens, max_len is {self.info.max_len}"
                 )
             bad = [t for t in s.tokens if not 0 <= t < self.info.vocab_size]
             if bad:
-                raise BackendError(
-                    f"toy slot {s.slot}: token id {bad[0]}; allowed: 0 to {self.info.vocab_size - 1}"
-                )
+                raise BackendError(f"toy slot {s.slot}: token id {bad[0]}; allowed: 0 to {self.info.vocab_size - 1}")
 
 
 def _prior(vocab_size: int) -> FloatArray:
     """float64[V] added to every row: with many tokens, lower-case letters and spaces are likelier."""
     prior = np.zeros(vocab_size)
     if vocab_size > 64:
-        likely = [
-            v for v in range(min(vocab_size, 256)) if ALPHABET[v : v + 1] in b"abcdefghijklmnopqrstuvwxyz "
-        ]
-        prior[likely] = 4.0
+        likely = [v for v in range(min(vocab_size, 256)) if ALPHABET[v : v + 1] in b"abcdefghijklmnopqrstuvwxyz "]
+        prior[likely] = 9.0
     return prior
 
 

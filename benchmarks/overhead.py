@@ -1,0 +1,76 @@
+"""Share of a step spent outside the target's forward: smollm2:bf16, one request, K = 4, temperature 1.
+
+    python benchmarks/overhead.py [--model smollm2:bf16] [--tokens 128] [--repeats 5]
+
+Runs the drafters in turn, several times over, and prints medians with the spread. "outside" is drafting,
+verification (distributions and draws included) and everything else, as a share of the decoding steps; for
+the draft model, whose drafting is a forward of its own, "outside" leaves drafting out and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from typing import Any
+
+from paceline import LLM, SamplingParams
+from paceline.draft import LookupDrafter
+from paceline.models import resolve
+
+PROMPT = "Tell me how a bicycle race is won, and why riders stay close behind one another."
+
+
+def share(llm: LLM, params: SamplingParams) -> dict[str, float]:
+    """Seconds by stage of one generation, prefill left out, and the counts behind them."""
+    s = llm.chat([{"role": "user", "content": PROMPT}], params)[0].speculation
+    outside = s.verify_seconds + s.other_seconds
+    return {
+        "outside": (outside + s.draft_seconds) / (outside + s.draft_seconds + s.forward_seconds),
+        "outside without drafting": outside / (outside + s.draft_seconds + s.forward_seconds),
+        "forward ms a step": 1e3 * s.forward_seconds / s.steps,
+        "verify us a step": 1e6 * s.verify_seconds / s.steps,
+        "draft us a step": 1e6 * s.draft_seconds / s.steps,
+        "other us a step": 1e6 * s.other_seconds / s.steps,
+        "drafts a step": s.drafted / s.steps,
+        "tokens a step": s.tokens_per_step,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2:bf16")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    path = resolve(args.model)
+    drafters: dict[str, Any] = {
+        "none": "none",
+        "lookup": "lookup",
+        "lookup, min_ngram=1": LookupDrafter(min_ngram=1),
+        "model:smollm2:q4_0": f"model:{resolve('smollm2:q4_0')}",
+    }
+    llms = {name: LLM(path, drafter=drafter, max_len=1024, max_seqs=1) for name, drafter in drafters.items()}
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in drafters}
+    for repeat in range(args.repeats + 1):
+        for name, llm in llms.items():
+            params = SamplingParams(temperature=1.0, max_tokens=args.tokens, draft_length=4, seed=repeat)
+            result = share(llm, params)
+            if repeat:  # the first round warms caches and compiles
+                runs[name].append(result)
+    print(f"{args.model}, one request, K = 4, temperature 1, {args.tokens} tokens, {args.repeats} runs interleaved")
+    for name, results in runs.items():
+        print(f"\ndrafter {name}")
+        for key in results[0]:
+            values = sorted(r[key] for r in results)
+            unit = "%" if key.startswith("outside") else ""
+            scale = 100 if unit else 1
+            print(
+                f"  {key:26s} median {scale * statistics.median(values):8.2f}{unit}"
+                f"   range {scale * values[0]:.2f} to {scale * values[-1]:.2f}{unit}"
+            )
+    for llm in llms.values():
+        llm.close()
+
+
+if __name__ == "__main__":
+    main()
