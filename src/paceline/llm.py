@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
-from .draft import ModelDrafter, NoDrafter, build_drafter, parse_drafter
+from .draft import NoDrafter, open_drafter
 from .engine import Engine
 from .errors import InvalidInput, InvalidParams, InvalidPrompt, UnsupportedOption
 from .params import SamplingParams
@@ -67,40 +67,38 @@ class LLM:
             "max_len": max_len,
             "n_threads": n_threads,
             "max_step_tokens": max_step_tokens,
+            "draft_length": draft_length,
         }
-        _check_sizes({**sizes, "draft_length": draft_length})
-        opened = isinstance(model, str | Path)
-        self.backend = open_backend(model, backend, **sizes) if isinstance(model, str | Path) else model
+        _check_sizes(sizes)
+
+        def opened(name: str | Path) -> Backend:
+            return open_backend(
+                name,
+                backend,
+                max_seqs=max_seqs,
+                max_len=max_len,
+                n_threads=n_threads,
+                max_step_tokens=max_step_tokens,
+            )
+
+        self.backend = opened(model) if isinstance(model, str | Path) else model
         try:
-            self.drafter = self._open_drafter(drafter, backend, sizes)
+            self.drafter = self._drafter(drafter, opened)
             self.engine = Engine(self.backend, self.drafter, max_seqs=max_seqs, draft_length=draft_length)
         except BaseException:
-            if opened:
+            if self.backend is not model:
                 self.backend.close()
             raise
         self._lock = threading.RLock()
         self._inbox: dict[int, deque[StreamChunk]] = {}
 
-    def _open_drafter(self, drafter: str | Drafter, backend: str, sizes: dict[str, Any]) -> Drafter:
+    def _drafter(self, drafter: str | Drafter, opened: Callable[[str], Backend]) -> Drafter:
+        reason = self.backend.info.no_speculation_reason
         if not self.backend.info.can_truncate:
             if drafter != "none":
-                warnings.warn(
-                    f"speculation is off: {self.backend.info.no_speculation_reason}",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
+                warnings.warn(f"speculation is off: {reason}", RuntimeWarning, stacklevel=3)
             return NoDrafter()
-        if not isinstance(drafter, str):
-            return drafter
-        kind, name = parse_drafter(drafter)
-        if kind != "model":
-            return build_drafter(drafter)
-        draft_backend = open_backend(name, backend, **sizes)
-        try:
-            return ModelDrafter(draft_backend, drafter, self.backend)
-        except BaseException:
-            draft_backend.close()
-            raise
+        return open_drafter(drafter, self.backend, opened) if isinstance(drafter, str) else drafter
 
     # --- the three ways to ask ----------------------------------------------------------------------
 
@@ -259,26 +257,21 @@ def open_backend(
     is_toy = name == "toy" or name.startswith("toy:")
     if is_toy != (backend == "toy") and backend != "auto":
         raise InvalidParams(f"backend = {backend!r} cannot run model {name!r}; leave backend at 'auto'")
-    given = {
-        key: value for key, value in (("max_len", max_len), ("max_step_tokens", max_step_tokens)) if value is not None
-    }
     if is_toy:
         from .backend.toy import ToyBackend
 
         seed = name.removeprefix("toy").removeprefix(":")
         if seed and not seed.isdecimal():
             raise InvalidParams(f"model = {name!r}; a toy model is 'toy' or 'toy:SEED' with a whole number")
-        return ToyBackend(seed=int(seed or 0), max_seqs=max_seqs, **given)
+        return ToyBackend(
+            seed=int(seed or 0), max_seqs=max_seqs, max_len=max_len or 4096, max_step_tokens=max_step_tokens or 512
+        )
+    from .backend.llamacpp import LlamaCppBackend
     from .models import resolve
 
-    path = resolve(model)
-    try:
-        from .backend.llamacpp import LlamaCppBackend
-    except ImportError as missing:
-        raise UnsupportedOption(
-            f"model {name!r} needs llama.cpp ({missing}); install it with: pip install 'paceline[llamacpp]'"
-        ) from None
-    return LlamaCppBackend(path, max_seqs=max_seqs, n_threads=n_threads, **given)
+    return LlamaCppBackend(
+        resolve(model), max_seqs=max_seqs, max_len=max_len, n_threads=n_threads, max_step_tokens=max_step_tokens
+    )
 
 
 def _check_sizes(sizes: dict[str, int | None]) -> None:

@@ -381,7 +381,8 @@ class Segment:
 class Tokenizer(Protocol):
     """Text to token ids and back."""
 
-    vocab_size: int
+    @property
+    def vocab_size(self) -> int: ...
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids. add_special: begin-of-sequence if the model has one; parse_special: <|x|> is one id."""
@@ -407,8 +408,11 @@ class Tokenizer(Protocol):
 class Backend(Protocol):
     """Run a model on given tokens, return logits. Owns KV memory; knows nothing of drafts or sampling."""
 
-    info: BackendInfo
-    tokenizer: Tokenizer
+    @property
+    def info(self) -> BackendInfo: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
 
     def acquire(self) -> int:
         """An empty slot. Raises BackendError where none is free."""

@@ -3,7 +3,7 @@
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .none import NoDrafter
-from .registry import DEFAULT_DRAFT_LENGTH, DrafterSpec, build_drafter, parse_drafter
+from .registry import DEFAULT_DRAFT_LENGTH, DrafterSpec, open_drafter, parse_drafter
 from .vocabulary import check_same_vocabulary
 
 __all__ = [
@@ -12,7 +12,7 @@ __all__ = [
     "LookupDrafter",
     "ModelDrafter",
     "NoDrafter",
-    "build_drafter",
     "check_same_vocabulary",
+    "open_drafter",
     "parse_drafter",
 ]

@@ -57,9 +57,7 @@ class ModelDrafter:
         self._memories: dict[int, _Memory] = {}
         self._unreadable: set[int] = set()
 
-    def propose(
-        self, contexts: Sequence[DraftContext], budgets: Sequence[int]
-    ) -> list[Proposal | PacelineError]:
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
         """Up to budgets[i] drafts for contexts[i]; fewer where the draft model's own context ends.
 
         A bad row, or a failed forward or rollback, is an error in the list for those it concerns.
@@ -196,9 +194,7 @@ class ModelDrafter:
                 counts.with_drafts(job.drafts) if counts is not None else None,
             )
         except BadLogits as bad:
-            job.fail(
-                BadLogits(f"drafter {self.name}, request {context.request_id}, position {position}: {bad}")
-            )
+            job.fail(BadLogits(f"drafter {self.name}, request {context.request_id}, position {position}: {bad}"))
             return
         token = context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)
         job.drafts.append(token)

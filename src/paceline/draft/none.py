@@ -18,9 +18,7 @@ class NoDrafter:
 
     name = "none"
 
-    def propose(
-        self, contexts: Sequence[DraftContext], budgets: Sequence[int]
-    ) -> list[Proposal | PacelineError]:
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
         """An empty proposal for everybody."""
         return [Proposal.point(()) for _ in contexts]
 

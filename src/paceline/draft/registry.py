@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 from ..errors import InvalidParams
-from ..types import Drafter
+from ..types import Backend, Drafter
 from .lookup import LookupDrafter
+from .model import ModelDrafter
 from .none import NoDrafter
 
-__all__ = ["DEFAULT_DRAFT_LENGTH", "DrafterSpec", "build_drafter", "parse_drafter"]
+__all__ = ["DEFAULT_DRAFT_LENGTH", "DrafterSpec", "open_drafter", "parse_drafter"]
 
 DEFAULT_DRAFT_LENGTH = 4
 """Drafts per step where neither the caller nor the request says."""
@@ -51,11 +53,19 @@ def parse_drafter(spec: str) -> DrafterSpec:
     raise InvalidParams(f"drafter = {spec!r}; {allowed}{hint}")
 
 
-def build_drafter(spec: str) -> Drafter:
-    """A drafter that needs no model. For "model:NAME" open a backend and build a ModelDrafter on it."""
-    kind, argument = parse_drafter(spec)
-    if kind == "model":
-        raise InvalidParams(
-            f"drafter = {spec!r} needs a loaded model; open {argument!r} and pass it to ModelDrafter"
-        )
-    return NoDrafter() if kind == "none" else LookupDrafter()
+def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backend]) -> Drafter:
+    """The drafter that `spec` names, for `target`. open_backend opens the model of "model:NAME" by its name.
+
+    Raises what parse_drafter, open_backend and ModelDrafter raise; a backend that was opened is closed again.
+    """
+    kind, model = parse_drafter(spec)
+    if kind == "none":
+        return NoDrafter()
+    if kind == "lookup":
+        return LookupDrafter()
+    backend = open_backend(model)
+    try:
+        return ModelDrafter(backend, spec, target)
+    except BaseException:
+        backend.close()
+        raise
