@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 from .draft import NoDrafter, open_drafter
 from .engine import Engine
@@ -19,6 +19,8 @@ from .types import Backend, Drafter, RequestOutput, StreamChunk
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 BACKENDS = ("auto", "llamacpp", "toy")
 
 
@@ -112,7 +114,8 @@ class LLM:
         """
         asked = _as_list(prompts)
         per_prompt = _spread(params, len(asked))
-        return self._run([(p if isinstance(p, str) else None, self._encode(p)) for p in asked], per_prompt)
+        encoded = _each("prompt", asked, lambda p: (p if isinstance(p, str) else None, self._encode(p)))
+        return self._run(encoded, per_prompt)
 
     def chat(
         self,
@@ -123,7 +126,7 @@ class LLM:
         many = not messages or not isinstance(messages[0], Mapping)
         conversations = cast(Seq[Seq[Message]], messages if many else [messages])
         per_prompt = _spread(params, len(conversations))
-        return self._run([self._encode_chat(c) for c in conversations], per_prompt)
+        return self._run(_each("conversation", conversations, self._encode_chat), per_prompt)
 
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> TokenStream:
         """Iterate over what each step releases, for one prompt or one conversation.
@@ -154,7 +157,11 @@ class LLM:
     # --- between callers and the engine -------------------------------------------------------------
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self.backend.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.backend.tokenizer.encode(prompt)
+        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
+            raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
+        return list(prompt)
 
     def _encode_chat(self, messages: Seq[Message]) -> tuple[str, list[int]]:
         tokenizer = self.backend.tokenizer
@@ -171,11 +178,9 @@ class LLM:
         request_ids: list[int] = []
         outputs: list[RequestOutput] = []
         try:
-            for i, ((text, ids), one) in enumerate(zip(prompts, params, strict=True)):
-                try:
-                    request_ids.append(self._add(ids, one, text))
-                except InvalidInput as error:
-                    raise type(error)(f"prompt {i}: {error}") if len(prompts) > 1 else error from None
+            asked = list(zip(prompts, params, strict=True))
+            # One by one into request_ids, so that a refusal cancels those before it.
+            _each("prompt", asked, lambda a: request_ids.append(self._add(a[0][1], a[1], a[0][0])))
             for request_id in request_ids:
                 output = None
                 while output is None:
@@ -281,21 +286,30 @@ def _check_sizes(sizes: dict[str, int | None]) -> None:
             raise InvalidParams(f"{name} = {value!r}; allowed: a whole number, {low} or more")
 
 
+def _each(what: str, items: Seq[Item], work: Callable[[Item], Result]) -> list[Result]:
+    """work(item) for each; where there are several, a refusal says which one it was."""
+    results = []
+    for i, item in enumerate(items):
+        try:
+            results.append(work(item))
+        except (InvalidInput, UnsupportedOption) as error:
+            raise type(error)(f"{what} {i}: {error}") if len(items) > 1 else error from None
+    return results
+
+
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes) or not hasattr(prompts, "__len__"):
-        raise InvalidPrompt(f"prompts = {prompts!r}; allowed: a text, a list of token ids, or a list of either")
+    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+        return [cast(Prompt, prompts)]
     if len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__"):
         return [cast(Seq[int], prompts)]
     return [cast(Prompt, p) for p in prompts]
 
 
 def _spread(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * n
-    if len(params) != n:
-        raise InvalidParams(f"{len(params)} params for {n} prompts; give one, or one for each prompt")
-    return list(params)
+    each = [params or SamplingParams()] * n if params is None or isinstance(params, SamplingParams) else list(params)
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise InvalidParams(f"params = {one!r}; allowed: SamplingParams, one or one for each prompt")
+    if len(each) != n:
+        raise InvalidParams(f"{len(each)} params for {n} prompts; give one, or one for each prompt")
+    return each

@@ -16,8 +16,10 @@ from numba import njit, uint64
 from numpy.typing import NDArray
 
 from ..errors import BackendError, InvalidParams, InvalidPrompt, InvariantError, RollbackError
+from ..text.chat import render
 from ..types import BackendInfo, FloatArray, IntArray, Segment
 
+CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 Table = Callable[[tuple[int, ...]], Sequence[float] | FloatArray]
 
 # Printable characters first, so that small vocabularies are legible; all 256 bytes in the end.
@@ -52,7 +54,7 @@ class ToyTokenizer:
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """`role: content` lines, then the assistant's opened turn."""
-        return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "
+        return render(CHAT_TEMPLATE, messages)
 
 
 class ToyBackend:

@@ -1,0 +1,201 @@
+"""The offline face, on the toy model: what callers may pass, what they get, and what is freed when they leave."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import LLM, PacelineError, SamplingParams
+from paceline.backend.toy import ToyBackend
+from paceline.draft import LookupDrafter, NoDrafter
+from paceline.errors import (
+    InvalidInput,
+    InvalidParams,
+    InvalidPrompt,
+    ModelNotFound,
+    UnsupportedOption,
+    VocabularyMismatch,
+)
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return LLM("toy")
+
+
+def in_use(llm: LLM) -> int:
+    return llm.backend.slots_in_use  # type: ignore[attr-defined,no-any-return]
+
+
+SHORT = SamplingParams(max_tokens=12, seed=3)
+
+
+def test_one_prompt_or_many_as_text_or_ids(llm: LLM) -> None:
+    text = llm.generate("abc", SHORT)
+    ids = llm.backend.tokenizer.encode("abc")
+    assert [o.outputs[0].token_ids for o in llm.generate(ids, SHORT)] == [text[0].outputs[0].token_ids]
+    assert text[0].prompt == "abc"
+    assert text[0].prompt_token_ids == tuple(ids)
+    many = llm.generate(["abc", ids, "xyz"], [SHORT, SHORT, SamplingParams(max_tokens=3)])
+    assert many[0].outputs[0].text == many[1].outputs[0].text == text[0].outputs[0].text
+    assert many[1].prompt is None
+    assert len(many[2].outputs[0].token_ids) == 3
+    assert llm.generate([], SHORT) == []
+    assert len(llm.generate(["a"] * 40, SamplingParams(max_tokens=3))) == 40
+
+
+def test_chat_one_or_many(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    one = llm.chat(talk, SHORT)
+    assert one[0].prompt == "user: hi\nassistant: "
+    assert [o.outputs[0].text for o in llm.chat([talk, talk], SHORT)] == [one[0].outputs[0].text] * 2
+    assert llm.chat([], SHORT) == []
+
+
+def test_stream_joined_is_generate(llm: LLM) -> None:
+    whole = llm.generate("abc", SHORT)[0].outputs[0]
+    chunks = list(llm.stream("abc", SHORT))
+    assert "".join(c.text for c in chunks) == whole.text
+    assert chunks[-1].output is not None
+    assert chunks[-1].output.outputs[0] == whole
+    talk = list(llm.stream([{"role": "user", "content": "hi"}], SHORT))
+    assert "".join(c.text for c in talk) == llm.chat([{"role": "user", "content": "hi"}], SHORT)[0].outputs[0].text
+
+
+def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    with llm.stream("abc", params) as stream:
+        next(stream)
+        assert in_use(llm) == 1
+    assert in_use(llm) == 0
+    for _ in llm.stream("abc", params):
+        break
+    gc.collect()
+    assert in_use(llm) == 0
+    never_started = llm.stream("abc", params)
+    del never_started
+    gc.collect()
+    assert not llm.engine.has_work
+    closed = llm.stream("abc", params)
+    closed.close()
+    closed.close()
+    assert list(closed) == []
+
+
+def test_a_stream_and_a_generate_interleave(llm: LLM) -> None:
+    """Chunks of somebody else's request wait for their reader."""
+    expected = [c.text for c in llm.stream("abc", SHORT)]
+    stream = llm.stream("abc", SHORT)
+    got = [next(stream).text]
+    llm.generate(["q", "r"], SamplingParams(max_tokens=30))
+    got += [c.text for c in stream]
+    assert got == expected
+
+
+def test_threads_share_one_llm(llm: LLM) -> None:
+    expected = {i: llm.generate("abc", SamplingParams(max_tokens=40, seed=i))[0].outputs[0].token_ids for i in range(6)}
+    got: dict[int, Any] = {}
+
+    def work(i: int) -> None:
+        got[i] = llm.generate("abc", SamplingParams(max_tokens=40, seed=i))[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+    assert in_use(llm) == 0
+
+
+def test_one_bad_prompt_refuses_the_call_and_frees_the_others(llm: LLM) -> None:
+    with pytest.raises(InvalidPrompt, match="prompt 1: prompt token 0 is 999"):
+        llm.generate([[1, 2], [999]], SHORT)
+    assert not llm.engine.has_work
+    with pytest.raises(UnsupportedOption, match="logprobs"):
+        llm.generate(["a", "b"], [SHORT, SamplingParams(logprobs=1)])
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ("", None, "no tokens"),
+        (5, None, "prompt = 5"),
+        (b"abc", None, "prompt = b'abc'"),
+        ([1, "a"], None, "prompt token 1 is 'a'"),
+        (["a", None], None, "prompt 1"),
+        (["a"], [SHORT, SHORT], "2 params for 1 prompts"),
+        ("a", {"seed": 1}, "params"),
+    ],
+)
+def test_bad_calls_are_typed_errors(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        llm.generate(prompts, params)
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("messages", ["hi", [{"role": "user"}], [{"content": "x"}], [5], [[{"role": 1, "content": 2}]]])
+def test_bad_conversations_are_typed_errors(llm: LLM, messages: Any) -> None:
+    with pytest.raises(PacelineError):
+        llm.chat(messages, SHORT)
+
+
+def test_options_of_llm() -> None:
+    with pytest.raises(TypeError, match="drafer"):
+        LLM("toy", drafer="lookup")  # type: ignore[call-arg]
+    for option in ({"dtype": "bf16"}, {"device": "cuda"}, {"page_size": 16}, {"prefix_cache": True}, {"compile": True}):
+        with pytest.raises(UnsupportedOption, match=next(iter(option))):
+            LLM("toy", **option)  # type: ignore[arg-type]
+    for option in ({"max_seqs": 0}, {"max_len": -1}, {"draft_length": -1}, {"n_threads": 1.5}, {"max_seqs": True}):
+        with pytest.raises(InvalidParams, match=next(iter(option))):
+            LLM("toy", **option)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParams, match="backend = 'vllm'"):
+        LLM("toy", backend="vllm")
+    with pytest.raises(InvalidParams, match="cannot run model"):
+        LLM("toy", backend="llamacpp")
+    with pytest.raises(InvalidParams, match="toy:x"):
+        LLM("toy:x")
+    with pytest.raises(InvalidParams, match="drafter = 'lokup'"):
+        LLM("toy", drafter="lokup")
+    with pytest.raises(ModelNotFound, match="no/such"):
+        LLM("no/such.gguf")
+    assert isinstance(LLM("toy").drafter, LookupDrafter)
+    assert isinstance(LLM("toy", drafter="none").drafter, NoDrafter)
+    assert LLM("toy", max_len=50, max_seqs=2).backend.info.max_len == 50
+
+
+def test_a_draft_model_of_the_same_vocabulary() -> None:
+    llm = LLM("toy:4", drafter="model:toy:4")
+    out = llm.generate("abc", SamplingParams(max_tokens=20, temperature=0))[0]
+    assert out.speculation.accepted == out.speculation.drafted > 0
+    with pytest.raises(VocabularyMismatch):
+        LLM(ToyBackend(vocab_size=40), drafter="model:toy")
+
+
+def test_a_model_that_cannot_roll_back_says_so() -> None:
+    backend = ToyBackend(can_truncate=False)
+    with pytest.warns(RuntimeWarning, match="speculation is off: this toy was built without rollback"):
+        llm = LLM(backend, drafter="lookup")
+    assert llm.generate("abcabcabc", SamplingParams(max_tokens=20))[0].speculation.drafted == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        LLM(ToyBackend(can_truncate=False), drafter="none")
+
+
+def test_paths_are_models_too(tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"not a model")
+    with pytest.raises(PacelineError, match=r"m\.gguf"):
+        LLM(file)
+
+
+def test_close_is_idempotent() -> None:
+    with LLM("toy") as llm:
+        llm.generate("a", SHORT)
+    llm.close()
