@@ -81,6 +81,17 @@ class Tables:
         return self._rows[prefix]
 
 
+class Constant(Tables):
+    """p and q that do not depend on the prefix."""
+
+    def __init__(self, p: list[float], q: list[float]) -> None:
+        super().__init__("random", len(p))
+        self._pair = (np.array(p), np.array(q))
+
+    def _both(self, prefix: tuple[int, ...]) -> tuple[Row, Row]:
+        return self._pair
+
+
 def dense(row: Row) -> Distribution:
     return Distribution(row, row.size)
 

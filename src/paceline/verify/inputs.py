@@ -135,9 +135,7 @@ def checked_probs(row: Any, name: str, tolerance: float) -> FloatArray:
     except (TypeError, ValueError, OverflowError):
         raise InvalidDistribution(f"{name} = {row!r} is not a list of probabilities") from None
     if probs.ndim != 1 or probs.size == 0:
-        raise InvalidDistribution(
-            f"{name} needs one non-empty axis of probabilities, got shape {probs.shape}"
-        )
+        raise InvalidDistribution(f"{name} needs one non-empty axis of probabilities, got shape {probs.shape}")
     if not (probs.min() >= 0.0 and probs.max() <= 1.0 + tolerance):  # false for NaN too
         i = int(np.flatnonzero(~((probs >= 0.0) & (probs <= 1.0 + tolerance)))[0])
         raise InvalidDistribution(f"{name}[{i}] = {probs[i]}; a probability is a number from 0 to 1")

@@ -30,9 +30,7 @@ def acceptance(p: Distribution, q: Distribution) -> float:
     return float(p.probs.sum() - residual(p, q).sum())
 
 
-def recovered(
-    accepted: tuple[int, ...], p: Distribution, weights: FloatArray, draws: Draws, position: int
-) -> Verdict:
+def recovered(accepted: tuple[int, ...], p: Distribution, weights: FloatArray, draws: Draws, position: int) -> Verdict:
     """Stop after `accepted`: one more token from `weights`, the residual over p's tokens.
 
     A residual without mass means p = q, and then the draft was kept: the branch has probability zero.

@@ -73,9 +73,9 @@ def speculative_step_verification(
 
     Raises InvalidDistribution (a ValueError) for what rejection_rule refuses and for shapes that differ.
     """
-    tokens = list(draft_tokens)
-    p = [checked_probs(row, f"p_probs[{i}]", TOLERANCE) for i, row in enumerate(p_probs)]
-    q = [checked_probs(row, f"q_probs[{i}]", TOLERANCE) for i, row in enumerate(q_probs)]
+    tokens = _items(draft_tokens, "draft_tokens")
+    p = [checked_probs(row, f"p_probs[{i}]", TOLERANCE) for i, row in enumerate(_items(p_probs, "p_probs"))]
+    q = [checked_probs(row, f"q_probs[{i}]", TOLERANCE) for i, row in enumerate(_items(q_probs, "q_probs"))]
     if len(q) != len(tokens) or len(p) not in (len(tokens), len(tokens) + 1):
         raise InvalidDistribution(
             f"{len(tokens)} draft tokens need as many rows of q_probs, and as many or one more of p_probs; "
@@ -90,6 +90,13 @@ def speculative_step_verification(
         if not uniforms.random() < accept_probability:
             return [*drafts[:i], _draw(np.array(residual), uniforms.random())]
     return drafts if len(p) == len(drafts) else [*drafts, _draw(p[-1], uniforms.random())]
+
+
+def _items(values: Any, name: str) -> list[Any]:
+    try:
+        return list(values)
+    except TypeError:
+        raise InvalidDistribution(f"{name} = {values!r} is not a sequence; pass one item per draft") from None
 
 
 def _drawn_token(token: Any, q: FloatArray, name: str) -> int:

@@ -1,0 +1,143 @@
+"""Documentation that is executed: every ```python block of docs/*.md and README*.md.
+
+The blocks of a file run in order in one fresh namespace, in an empty folder. Skipped: other languages, and
+blocks marked ```python no-run. A block marked ```python model=NAME needs that model in the cache; where it is
+missing the rest of the file is skipped.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("README*.md")])
+FENCE = re.compile(r"^(`{3,})(.*)$")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block: its info string, its code, and the line of its first line in the page."""
+
+    info: str
+    code: str
+    line: int
+
+    @property
+    def is_python(self) -> bool:
+        return self.info.split()[:1] == ["python"]
+
+    @property
+    def runs(self) -> bool:
+        return self.is_python and "no-run" not in self.info.split()
+
+    @property
+    def model(self) -> str | None:
+        return next((word.removeprefix("model=") for word in self.info.split() if word.startswith("model=")), None)
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Every fenced block. Raises ValueError for a fence that is never closed."""
+    blocks: list[Block] = []
+    opened: tuple[str, str, int] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        fence = FENCE.match(line)
+        if opened is None:
+            if fence:
+                opened, lines = (fence[1], fence[2].strip(), number + 1), []
+        elif line.strip() == opened[0]:
+            blocks.append(Block(opened[1], "\n".join(lines) + "\n", opened[2]))
+            opened = None
+        else:
+            lines.append(line)
+    if opened is not None:
+        raise ValueError(f"the block that begins in line {opened[2] - 1} is never closed")
+    return blocks
+
+
+def run_blocks(blocks: list[Block], path: Path, need: Callable[[str], object]) -> int:
+    """Run what runs, with the page's own line numbers in tracebacks; how many blocks ran."""
+    namespace: dict[str, object] = {"__name__": f"page_{path.stem.replace('-', '_').replace('.', '_')}"}
+    count = 0
+    for block in blocks:
+        if not block.runs:
+            continue
+        if block.model is not None:
+            need(block.model)
+        code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
+        exec(code, namespace)
+        count += 1
+    return count
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_code_of_page(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(path.read_text(encoding="utf-8"))
+    run_blocks(blocks, path, lambda name: request.getfixturevalue("model_path")(name))
+
+
+def test_the_lesson_is_found_and_executed(tmp_path: Path) -> None:
+    path = ROOT / "docs" / "how-it-works.md"
+    assert path in PAGES
+    assert sum(block.runs for block in blocks_of(path.read_text(encoding="utf-8"))) >= 15
+
+
+def test_both_languages_run_the_same_code() -> None:
+    pages = [ROOT / "docs" / name for name in ("how-it-works.md", "how-it-works.zh.md")]
+    english, chinese = (blocks_of(page.read_text(encoding="utf-8")) for page in pages)
+    assert [b.info for b in english] == [b.info for b in chinese]
+    for a, b in zip(english, chinese, strict=True):
+        if a.is_python:  # comments and messages are translated, the rest is the same
+            assert shape(a.code) == shape(b.code), f"lines {a.line} and {b.line}"
+
+
+def shape(code: str) -> str:
+    """The code without comments and without the wording of its strings, bar those that are arguments."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            node.msg = None
+        if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        if isinstance(node, ast.Dict):
+            node.keys = [ast.Constant(None)] * len(node.keys)
+        if isinstance(node, ast.JoinedStr):
+            node.values = []
+    return ast.dump(tree)
+
+
+# --- the runner itself ----------------------------------------------------------------------------------
+
+
+def test_blocks_share_a_namespace_and_report_the_line_of_the_page(tmp_path: Path) -> None:
+    page = "# Page\n\n```python\nx = 1\n```\n\n```console\n$ no\n```\n\n```python\nassert x == 2\n```\n"
+    with pytest.raises(AssertionError) as failure:
+        run_blocks(blocks_of(page), tmp_path / "page.md", lambda name: None)
+    assert failure.traceback[-1].lineno + 1 == 12
+
+
+def test_what_is_marked_does_not_run(tmp_path: Path) -> None:
+    page = "```python no-run\nraise ValueError\n```\n```py\n1/0\n```\n````python\ns = '''\n```\n'''\n````\n"
+    blocks = blocks_of(page)
+    assert [b.info for b in blocks] == ["python no-run", "py", "python"]
+    assert run_blocks(blocks, tmp_path / "page.md", lambda name: None) == 1
+
+
+def test_a_block_may_need_a_model(tmp_path: Path) -> None:
+    needed: list[str] = []
+    assert run_blocks(blocks_of("```python model=smollm2:bf16\nx = 1\n```\n"), tmp_path / "p.md", needed.append) == 1
+    assert needed == ["smollm2:bf16"]
+
+
+def test_a_fence_that_stays_open_is_an_error() -> None:
+    with pytest.raises(ValueError, match="line 1 is never closed"):
+        blocks_of("```python\nx = 1\n")
