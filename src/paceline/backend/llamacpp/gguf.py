@@ -24,6 +24,7 @@ CHUNK = 1 << 22
 MAX_DIMS = 4
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
+VOCABULARY = "tokenizer.ggml.tokens"
 
 # Metadata value type -> struct format of a scalar.
 SCALARS = {
@@ -170,7 +171,9 @@ class _Reader:
         elif kind == ARRAY:
             of, count = int(self._scalar("<I")), int(self._scalar("<Q"))
             arrays[key] = count
-            if of == STRING:
+            if of == STRING and key == VOCABULARY:
+                self._check_distinct(count)
+            elif of == STRING:
                 self._skip_strings(count)
             elif of in SCALARS:
                 self._skip(count * struct.calcsize(SCALARS[of]))
@@ -219,6 +222,18 @@ class _Reader:
             self.pos += 8 + unpack(self.data, self.pos)[0]
             if self.pos > self.size:
                 raise self._truncated()
+
+    def _check_distinct(self, count: int) -> None:
+        """llama.cpp asserts that no two tokens are spelled alike."""
+        seen = set()
+        for i in range(count):
+            length = int(self._scalar("<Q"))
+            self._need(length)
+            text = self.data[self.pos : self.pos + length]
+            self.pos += length
+            if text and text in seen:
+                raise self._malformed(f"spells token {i} like an earlier one, {text[:40]!r}")
+            seen.add(text)
 
     def _skip(self, count: int) -> None:
         self.pos += count

@@ -1,6 +1,6 @@
 """llama.cpp as a library: importing it, silencing it, and owning one model with its context.
 
-Everything that llama.cpp would print goes to the logger "paceline.llamacpp" at DEBUG; its warnings and errors
+Everything that llama.cpp would print goes to the logger "paceline.llamacpp" at DEBUG; its errors
 are also kept for the message of the exception that follows.
 """
 
@@ -19,11 +19,11 @@ from ...errors import BackendError, ModelFormatError, UnsupportedOption
 __all__ = ["NativeModel", "Progress", "library", "said"]
 
 Progress = Callable[[str, int, int | None], None]
-"""progress(description, bytes done, bytes in all)."""
+"""progress(description, bytes done, bytes in all or None where that is not known)."""
 
 logger = logging.getLogger("paceline.llamacpp")
 
-WARN, ERROR, CONTINUED = 3, 4, 5
+ERROR, CONTINUED = 4, 5
 _recent: deque[tuple[int, str]] = deque(maxlen=64)
 _kept_alive: list[Any] = []
 
@@ -58,15 +58,11 @@ def _log(level: int, text: bytes | None, _data: Any) -> None:
     logger.debug("%s", line)
 
 
-def said(at_least: int = ERROR, most: int = 3) -> str:
-    """What llama.cpp has complained about lately, for an error message; "" if nothing."""
-    lines = [line for level, line in _recent if at_least <= level < CONTINUED]
-    return "; ".join(dict.fromkeys(lines[-most:]))
-
-
-def forget() -> None:
-    """Start afresh: what is said from here on belongs to the next call."""
+def said() -> str:
+    """The last errors of llama.cpp since this was last asked, for an exception's message; "" if there were none."""
+    lines = [line for level, line in _recent if level == ERROR]
     _recent.clear()
+    return "; ".join(dict.fromkeys(lines[-3:]))
 
 
 class NativeModel:
@@ -97,7 +93,7 @@ class NativeModel:
                 return not raised
 
             params.progress_callback = self.native.llama_progress_callback(step)
-        forget()
+        said()  # whatever came before is not about this
         model = self.native.llama_model_load_from_file(str(path).encode(), params)
         if raised:
             if model:
@@ -109,7 +105,7 @@ class NativeModel:
 
     def make_context(self, params: Any) -> None:
         """Create the context. Raises BackendError quoting llama.cpp, mostly where memory is short."""
-        forget()
+        said()  # whatever came before is not about this
         context = self.native.llama_init_from_model(self.model, params)
         if not context:
             raise BackendError(
@@ -117,6 +113,7 @@ class NativeModel:
                 f"{said() or 'it does not say why'}; a smaller max_len or max_seqs needs less memory"
             )
         self._pointers["context"] = context
+        self._pointers["memory"] = self.native.llama_get_memory(context)
 
     @property
     def model(self) -> Any:
@@ -131,8 +128,12 @@ class NativeModel:
         return self._pointer("context")
 
     @property
-    def closed(self) -> bool:
-        return not self._finalizer.alive
+    def memory(self) -> Any:
+        return self._pointer("memory")
+
+    def check_open(self) -> None:
+        """Raise BackendError after close()."""
+        self._pointer("model")
 
     def _pointer(self, name: str) -> Any:
         try:

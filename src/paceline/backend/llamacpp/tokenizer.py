@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from ...errors import InvalidInput, InvalidPrompt, UnsupportedOption
 from ...text.chat import render
@@ -12,7 +13,13 @@ from .native import NativeModel
 
 __all__ = ["LlamaCppTokenizer"]
 
-MAX_TEXT_BYTES = 2**31 - 1
+MAX_TEXT_BYTES = 2**22
+# Many of llama.cpp's pre-tokenisers run std::regex, which recurses once per character of a match and measured
+# under 400 bytes of stack each: 40,000 equal letters overflow an ordinary stack and end the process.
+SMALL_TEXT_BYTES = 1024
+STACK_PER_BYTE = 640
+STACK_BASE = 2**20
+_stack_size_lock = threading.Lock()
 
 
 class LlamaCppTokenizer:
@@ -28,7 +35,7 @@ class LlamaCppTokenizer:
         self.vocab_size = int(self._native.llama_vocab_n_tokens(vocab))
         self.bos = self._special(self._native.llama_vocab_bos(vocab))
         self.eos = self._special(self._native.llama_vocab_eos(vocab))
-        self._adds_eos = bool(self._native.llama_vocab_get_add_eos(vocab))
+        self._adds_bos = self.bos is not None and bool(self._native.llama_vocab_get_add_bos(vocab))
         self._pieces: list[bytes | None] = [None] * self.vocab_size
         self._buffer = ctypes.create_string_buffer(256)
 
@@ -36,10 +43,10 @@ class LlamaCppTokenizer:
         """Token ids of `text`.
 
         add_special puts begin-of-sequence in front if the file asks for it, once: where the text, as a chat
-        template leaves it, already starts with that token (and parse_special reads it), none is added. An
-        end-of-sequence that the file wants behind a text is left off: a prompt goes on.
+        template leaves it, already starts with that token (and parse_special reads it), none is added. Nothing is
+        ever put behind a text: a prompt goes on.
 
-        Raises InvalidPrompt for text that is not valid Unicode (a lone surrogate) or longer than 2 GiB.
+        Raises InvalidPrompt for text that is not valid Unicode (a lone surrogate) or longer than 4 MiB.
         """
         try:
             raw = text.encode("utf-8")
@@ -49,20 +56,19 @@ class LlamaCppTokenizer:
             ) from None
         if len(raw) > MAX_TEXT_BYTES:
             raise InvalidPrompt(f"the text has {len(raw)} bytes; at most {MAX_TEXT_BYTES} can be tokenised")
-        ids = self._tokenize(raw, add_special, parse_special)
-        if add_special and self._adds_eos and ids and ids[-1] == self.eos:
-            del ids[-1]
-        if add_special and parse_special and self.bos is not None and ids[:2] == [self.bos, self.bos]:
-            del ids[0]
+        ids = _on_ample_stack(len(raw), lambda: self._tokenize(raw, parse_special))
+        if add_special and self._adds_bos and not (parse_special and ids[:1] == [self.bos]):
+            ids.insert(0, cast(int, self.bos))
         return ids
 
-    def _tokenize(self, raw: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        # A token covers at least one byte, but normalisation may add a few and special tokens join in.
+    def _tokenize(self, raw: bytes, parse_special: bool) -> list[int]:
+        # A token covers at least one byte, but normalisation may add a few.
         capacity = len(raw) + 16
         while True:
             buffer = (ctypes.c_int32 * capacity)()
+            # add_special stays off: llama.cpp aborts where a file asks for a token that it does not name.
             count = self._native.llama_tokenize(
-                self._model.vocab, raw, len(raw), buffer, capacity, add_special, parse_special
+                self._model.vocab, raw, len(raw), buffer, capacity, False, parse_special
             )
             if count >= 0:
                 return buffer[:count]
@@ -76,9 +82,9 @@ class LlamaCppTokenizer:
         Where the vocabulary marks the start of words (SentencePiece), the first token of a text keeps the
         space in front, which a whole-text detokeniser would drop.
         """
-        piece = self._pieces[token] if 0 <= token < self.vocab_size else None
+        piece = self._pieces[self._known(token)]
         if piece is None:
-            piece = self._pieces[self._known(token)] = self._piece(token, special=False)
+            piece = self._pieces[token] = self._piece(token, special=False)
         return piece
 
     def token_text(self, token: int) -> bytes:
@@ -121,3 +127,36 @@ class LlamaCppTokenizer:
 
     def _special(self, token: int) -> int | None:
         return int(token) if 0 <= token < self.vocab_size else None
+
+
+def _on_ample_stack(size: int, work: Callable[[], list[int]]) -> list[int]:
+    """work(), in a thread whose stack is large enough to tokenise `size` bytes; long stacks cost only what is used."""
+    if size <= SMALL_TEXT_BYTES:
+        return work()
+    outcome: list[list[int]] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="paceline-tokenise", daemon=True)
+    page = 4096
+    with _stack_size_lock:
+        before = threading.stack_size(-(-(STACK_BASE + size * STACK_PER_BYTE) // page) * page)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise InvalidPrompt(f"no memory for the stack to tokenise {size} bytes: {error}") from error
+        finally:
+            threading.stack_size(before)
+    try:
+        thread.join()
+    except BaseException:  # an interrupt: the thread still reads the vocabulary, which must not go away under it
+        thread.join()
+        raise
+    if raised:
+        raise raised[0]
+    return outcome[0]

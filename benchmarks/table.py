@@ -1,0 +1,79 @@
+"""The README's table: plain decoding against lookup, one stream, side by side in one run.
+
+    python benchmarks/table.py [--repeats 5] [--models smollm2:bf16 smollm2:q4_0 ...]
+
+For each model, prompt and temperature the two are interleaved; speeds are decoded tokens per second (prefill
+left out), medians of the repeats; the ratio is the median of the paired ratios, with their range.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+from pathlib import Path
+from typing import Any
+
+import paceline.cli.demo as demo
+from paceline import LLM, RequestOutput, SamplingParams
+from paceline.models import resolve
+
+PROMPTS: dict[str, Any] = {
+    "code edit": demo.OWN_PROMPT.read_text(encoding="utf-8"),
+    "chat": [{"role": "user", "content": "Explain to a child why the sky is blue and why sunsets are red."}],
+}
+
+
+def decode_speed(out: RequestOutput) -> float:
+    s = out.speculation
+    return s.emitted / (s.draft_seconds + s.forward_seconds + s.verify_seconds + s.other_seconds)
+
+
+def cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--models", nargs="+", default=["smollm2:bf16", "smollm2:q4_0", "smollm2:q4_1"])
+    args = parser.parse_args()
+    print(f"{cpu_name()}; K = {args.draft_length}, {args.tokens} tokens, {args.repeats} interleaved repeats\n")
+    print("| model | prompt | temperature | plain tokens/s | lookup tokens/s | ratio (range) | tokens per step |")
+    print("|---|---|---|---|---|---|---|")
+    for model in args.models:
+        with LLM(resolve(model), drafter="lookup", max_seqs=1, max_len=2048) as llm:
+            for kind, prompt in PROMPTS.items():
+                for temperature in (0.0, 1.0):
+                    row(llm, model, kind, prompt, temperature, args)
+
+
+def row(llm: LLM, model: str, kind: str, prompt: Any, temperature: float, args: argparse.Namespace) -> None:
+    ask = llm.generate if isinstance(prompt, str) else llm.chat
+    speeds: dict[int, list[float]] = {0: [], args.draft_length: []}
+    per_step: list[float] = []
+    for repeat in range(args.repeats + 1):
+        for length in speeds:
+            params = SamplingParams(
+                temperature=temperature, max_tokens=args.tokens, seed=repeat, draft_length=length, ignore_eos=True
+            )
+            out = ask(prompt, params)[0]
+            if repeat:  # the first round warms up
+                speeds[length].append(decode_speed(out))
+                if length:
+                    per_step.append(out.speculation.tokens_per_step)
+    plain, drafted = speeds.values()
+    ratios = sorted(b / a for a, b in zip(plain, drafted, strict=True))
+    print(
+        f"| {model} | {kind} | {temperature:g} | {statistics.median(plain):.0f} | {statistics.median(drafted):.0f} "
+        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {statistics.mean(per_step):.2f} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""From a file and the caller's wishes to a model with its context and its BackendInfo.
+
+Whatever llama.cpp can load but Paceline cannot sample from is refused here by name: encoders, embedding and
+diffusion models, adapters, projectors, files without a vocabulary.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import InvalidParams, InvariantError, ModelFormatError
+from ...types import BackendInfo
+from .gguf import GgufInfo, validate_gguf
+from .native import NativeModel, Progress
+from .threads import physical_cores
+
+__all__ = ["Limits", "Wishes", "load"]
+
+MAX_SEQS = 256  # LLAMA_MAX_SEQ of llama.cpp
+MAX_INT = 2**31 - 1
+MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
+MAX_THREADS = 512  # GGML_MAX_N_THREADS
+DEFAULT_MAX_LEN = 4096
+DEFAULT_STEP_TOKENS = 512
+NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
+FLASH_ATTENTION_AUTO = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Numbers of one context, all settled. See LlamaCppBackend."""
+
+    max_seqs: int
+    max_len: int
+    n_threads: int
+    max_step_tokens: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """The caller's numbers; None where the default is wanted. See LlamaCppBackend."""
+
+    max_seqs: int
+    max_len: int | None
+    n_threads: int | None
+    max_step_tokens: int | None
+    kv_tokens: int | None
+
+    def settled(self, trained_len: int, path: Path) -> Limits:
+        """Every number filled in and checked against the others and the model's trained context.
+
+        Raises InvalidParams naming the number, its value and what is allowed.
+        """
+        seqs = _within("max_seqs", self.max_seqs, 1, MAX_SEQS)
+        kv = None if self.kv_tokens is None else _within("kv_tokens", self.kv_tokens, 1, MAX_INT)
+        if self.max_len is None:
+            length = min(trained_len, DEFAULT_MAX_LEN, kv or MAX_INT)
+        else:
+            length = _within("max_len", self.max_len, 1, trained_len, f" (what {path.name} was trained for)")
+        kv = length * min(seqs, 4) if kv is None else _within("kv_tokens", kv, length, MAX_INT, " (max_len)")
+        step = min(DEFAULT_STEP_TOKENS, kv)
+        if self.max_step_tokens is not None:
+            step = _within("max_step_tokens", self.max_step_tokens, 1, kv, " (kv_tokens)")
+        threads = physical_cores()
+        if self.n_threads is not None:
+            threads = _within("n_threads", self.n_threads, 1, MAX_THREADS)
+        return Limits(seqs, length, threads, step, kv)
+
+
+def load(path: Path, wanted: Wishes, progress: Progress | None) -> tuple[NativeModel, BackendInfo, int]:
+    """The loaded model, what it is, and its sliding window (0: none). Frees everything where it raises."""
+    wanted.settled(MAX_INT, path)  # the numbers that need no model, before the time it takes to load one
+    info = validate_gguf(path)
+    _refuse_file(info)
+    model = NativeModel(path, info.size, progress)
+    try:
+        _refuse_model(model)
+        trained = int(model.native.llama_model_n_ctx_train(model.model))
+        limits = wanted.settled(trained, path)
+        model.make_context(_context_params(model.native, limits))
+        _refuse_context(model)
+        return model, _describe(model, limits), int(model.native.llama_model_n_swa(model.model))
+    except BaseException:
+        model.close()
+        raise
+
+
+def _refuse_file(info: GgufInfo) -> None:
+    kind = str(info.metadata.get("general.type", "model"))
+    if kind != "model":
+        raise ModelFormatError(f"{info.path} holds a {kind!r}, not a model; give the model's own file")
+    if not info.architecture:
+        raise ModelFormatError(f"{info.path} does not name its architecture (general.architecture)")
+    if not info.tensors:
+        raise ModelFormatError(f"{info.path} holds no weights, only metadata")
+    # llama.cpp asserts on these instead of refusing them.
+    for key, most in (("block_count", MAX_LAYERS), ("embedding_length", MAX_INT), ("context_length", MAX_INT)):
+        value = info.metadata.get(f"{info.architecture}.{key}")
+        if value is not None and (not isinstance(value, int) or not 0 < value <= most):
+            raise ModelFormatError(f"{info.path}: {info.architecture}.{key} = {value!r} is not in 1 .. {most}")
+    for key, value in info.metadata.items():
+        if key.endswith("_epsilon") and not (isinstance(value, float) and 0 <= value < 1):
+            raise ModelFormatError(f"{info.path}: {key} = {value!r} is not a small number")
+
+
+def _refuse_model(model: NativeModel) -> None:
+    native, pointer = model.native, model.model
+    if native.llama_vocab_type(model.vocab) == NO_VOCABULARY:
+        raise ModelFormatError(f"{model.path} has no vocabulary, so nothing can be sampled from it")
+    for is_so, what in (
+        (native.llama_model_has_encoder(pointer), "has an encoder"),
+        (not native.llama_model_has_decoder(pointer), "has no decoder"),
+        (native.llama_model_is_diffusion(pointer), "is a diffusion model"),
+    ):
+        if is_so:
+            raise ModelFormatError(f"{model.path} {what}; only models that write text from left to right can be used")
+
+
+def _refuse_context(model: NativeModel) -> None:
+    native = model.native
+    if not model.memory or native.llama_pooling_type(model.context) != NO_POOLING:
+        raise ModelFormatError(
+            f"{model.path} is an embedding model; only models that write text from left to right can be used"
+        )
+
+
+def _context_params(native: Any, limits: Limits) -> Any:
+    params = native.llama_context_default_params()
+    params.n_ctx = limits.kv_tokens
+    params.n_batch = params.n_ubatch = limits.max_step_tokens
+    params.n_seq_max = limits.max_seqs
+    params.n_threads = params.n_threads_batch = limits.n_threads
+    params.flash_attn_type = FLASH_ATTENTION_AUTO
+    # One buffer for all sequences. Otherwise each has its own share of it and a seq_cp aborts the process.
+    params.kv_unified = True
+    # Sliding-window layers keep every token: with a window-sized ring a rollback finds its cells overwritten.
+    params.swa_full = True
+    params.embeddings = False
+    params.no_perf = True
+    return params
+
+
+def _describe(model: NativeModel, limits: Limits) -> BackendInfo:
+    native, pointer, vocab = model.native, model.model, model.vocab
+    if native.llama_n_batch(model.context) < limits.max_step_tokens:
+        raise InvariantError(
+            f"llama.cpp takes {native.llama_n_batch(model.context)} tokens, not {limits.max_step_tokens}"
+        )
+    size = int(native.llama_vocab_n_tokens(vocab))
+    reason = None
+    if native.llama_model_is_recurrent(pointer) or native.llama_model_is_hybrid(pointer):
+        kind = "recurrent" if native.llama_model_is_recurrent(pointer) else "hybrid"
+        reason = f"{model.path.name} is a {kind} model: its state cannot go back to an earlier token"
+    return BackendInfo(
+        name="llamacpp",
+        model=model.path.name,
+        vocab_size=size,
+        stop_ids=frozenset(t for t in range(size) if native.llama_vocab_is_eog(vocab, t)),
+        max_len=limits.max_len,
+        kv_tokens=limits.kv_tokens,
+        max_slots=limits.max_seqs,
+        max_step_tokens=limits.max_step_tokens,
+        can_truncate=reason is None,
+        no_speculation_reason=reason,
+    )
+
+
+def _within(name: str, value: Any, low: int, high: int, why: str = "") -> int:
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not low <= number <= high:
+        raise InvalidParams(f"{name} = {value!r}; allowed: an integer from {low} to {high}{why}")
+    return number

@@ -1,0 +1,155 @@
+"""How a command ends: exit status, and one line on stderr instead of a traceback.
+
+    0    it worked
+    1    it failed: a model, a backend, a request that ended with an error
+    2    its arguments or its input cannot mean anything, or ask for what this version does not do
+    130  Ctrl-C (128 + SIGINT, as shells count)
+    141  the reader of its output went away (128 + SIGPIPE)
+
+`--debug`, before or after the name of the command, adds the traceback; the status stays the same.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import InvalidInput, PacelineError, UnsupportedOption
+
+OK = 0
+FAILURE = 1
+BAD_ARGUMENTS = 2
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+
+# Its children are all that the parser raises about arguments; Typer exports the child, not the parent.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+_DEBUG = "paceline.debug"
+
+
+class ReportedFailure(Exception):  # noqa: N818 - the error itself was shown to the user before
+    """The command failed and has said so; only the exit status is left to set."""
+
+
+def _set_debug(context: typer.Context, value: bool) -> None:
+    context.meta[_DEBUG] = bool(value or context.meta.get(_DEBUG))
+
+
+Debug = Annotated[
+    bool, typer.Option("--debug", metavar="", help="Show the traceback of an error.", callback=_set_debug)
+]
+
+
+class Commands(TyperGroup):
+    """The group of all commands. It alone turns what they raise into an exit status."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> NoReturn:
+        """Parse, run, and end the process."""
+        for stream in (sys.stdout, sys.stderr):
+            write_any_character(stream)
+        given = list(sys.argv[1:] if args is None else args)
+        meta: dict[str, Any] = {}
+        try:
+            with self.make_context(prog_name or "paceline", given, **extra) as context:
+                meta = context.meta
+                self.invoke(context)
+            sys.stdout.flush()
+        except typer.Exit as wanted:
+            _quit(wanted.exit_code)
+        except (KeyboardInterrupt, typer.Abort):
+            _quit(INTERRUPTED)
+        except BrokenPipeError:
+            _drop_output()
+            sys.exit(CLOSED_PIPE)
+        except SystemExit as left:  # Rich leaves with 1 where its console meets a closed pipe
+            sys.exit(CLOSED_PIPE if left.code == 1 else left.code)
+        except ReportedFailure:
+            _quit(FAILURE)
+        except UsageError as error:
+            say_error(_usage_message(error))
+            _quit(BAD_ARGUMENTS)
+        except Exception as error:
+            if meta.get(_DEBUG):
+                traceback.print_exc()
+            say_error(describe(error))
+            _quit(exit_status(error))
+        _quit(OK)
+
+
+def exit_status(error: Exception) -> int:
+    """2 where the caller asked for something that cannot be, else 1."""
+    return BAD_ARGUMENTS if isinstance(error, (InvalidInput, UnsupportedOption)) else FAILURE
+
+
+def describe(error: Exception) -> str:
+    """An error in one line. One that Paceline did not raise on purpose is said to be so."""
+    if isinstance(error, PacelineError):
+        return str(error)
+    if isinstance(error, (OSError, MemoryError)):
+        return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"unexpected {type(error).__name__}: {error} (run again with --debug for the traceback)"
+
+
+def say_error(message: str) -> None:
+    """`paceline: error: ...` on stderr, in one line whatever the message holds."""
+    _say("error", message)
+
+
+def say_note(message: str) -> None:
+    """`paceline: note: ...` on stderr: something the user should know, though nothing failed."""
+    _say("note", message)
+
+
+def write_any_character(stream: Any) -> None:
+    """Let a stream that is not UTF-8 write \\u escapes for what its encoding lacks, instead of failing."""
+    if isinstance(stream, io.TextIOWrapper) and not is_utf8(stream):
+        stream.reconfigure(errors="backslashreplace")
+
+
+def is_utf8(stream: Any) -> bool:
+    """Whether the stream can carry every character."""
+    return (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "").replace("_", "").startswith("utf8")
+
+
+def _say(kind: str, message: str) -> None:
+    with suppress(BrokenPipeError):
+        print(f"paceline: {kind}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _usage_message(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    where = f" (see {context.command_path} --help)" if context is not None else ""
+    return f"{error.format_message()}{where}"
+
+
+def _quit(status: int) -> NoReturn:
+    """End the process. What is still unwritten is written here, where a closed pipe makes no noise."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        status = CLOSED_PIPE if status == OK else status
+    sys.exit(status)
+
+
+def _drop_output() -> None:
+    """Point stdout at nothing, so that the interpreter's own last flush cannot fail."""
+    with suppress(OSError, ValueError):  # ValueError: a stdout that is not a file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

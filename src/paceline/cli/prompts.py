@@ -1,0 +1,61 @@
+"""Where a prompt comes from: --prompt, --prompt-file, or whatever is piped in."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ..errors import InvalidPrompt
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The text to start from, exactly, but for one newline at the end of a file or a pipe.
+
+    prompt_file may be `-`, standard input. Raises InvalidPrompt where there is none, more than one, nothing
+    in it, or no UTF-8 text in it.
+    """
+    if prompt is not None and prompt_file is not None:
+        raise InvalidPrompt("--prompt and --prompt-file were both given; give one of them")
+    if prompt is not None:
+        text, origin = _checked_argument(prompt), "--prompt"
+    elif prompt_file is None or str(prompt_file) == "-":
+        if prompt_file is None and sys.stdin.isatty():
+            raise InvalidPrompt("no prompt; give --prompt TEXT or --prompt-file FILE, or pipe a text in")
+        origin = "standard input"
+        text = decode(sys.stdin.buffer.read(), origin)
+    else:
+        origin = f"--prompt-file {str(prompt_file)!r}"
+        text = decode(_read_file(prompt_file), origin)
+    if not text:
+        raise InvalidPrompt(f"{origin} is empty; a prompt needs at least one character")
+    return text
+
+
+def decode(data: bytes, origin: str) -> str:
+    """UTF-8 bytes as text, without a byte order mark and without one newline at the end.
+
+    Editors and `echo` end what they write with a newline that nobody meant to be part of the prompt.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InvalidPrompt(
+            f"{origin} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}; convert it first"
+        ) from None
+    return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
+
+
+def _checked_argument(prompt: str) -> str:
+    """The operating system hands over bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InvalidPrompt(f"--prompt is not UTF-8 text at character {error.start}; convert it first") from None
+    return prompt
+
+
+def _read_file(path: Path) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise InvalidPrompt(f"--prompt-file {str(path)!r} cannot be read: {error.strerror or error}") from None

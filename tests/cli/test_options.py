@@ -1,0 +1,179 @@
+"""Every option of `generate` does what SamplingParams and LLM do with it, and says no where they do."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.cli.options import NO_LIMIT, SamplingOptions, parse_bias, parse_max_tokens
+from paceline.params import NOT_YET
+
+from .shell import error_line, paceline, toy
+
+PROMPT = ["--raw", "--prompt", "the cat sat on the mat", "--max-tokens", "40"]
+ID_A = 10  # of the toy's "a"
+END = 256  # the toy's stop id
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("toy")
+
+
+def tokens_of(llm: LLM, **params: Any) -> list[int]:
+    prompt = "the cat sat on the mat"
+    return list(llm.generate(prompt, SamplingParams(**{"max_tokens": 40, **params}))[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "params"),
+    [
+        (["--max-tokens", "7"], {"max_tokens": 7}),
+        (["--temperature", "0"], {"temperature": 0.0}),
+        (["--temperature", "3"], {"temperature": 3.0}),
+        (["--top-k", "2"], {"top_k": 2}),
+        (["--top-p", "0.3"], {"top_p": 0.3}),
+        (["--min-p", "0.5"], {"min_p": 0.5}),
+        (["--presence-penalty", "2"], {"presence_penalty": 2.0}),
+        (["--frequency-penalty", "-2"], {"frequency_penalty": -2.0}),
+        (["--repetition-penalty", "1.7"], {"repetition_penalty": 1.7}),
+        (["--logit-bias", "10=5", "--logit-bias", "11=-100"], {"logit_bias": {10: 5.0, 11: -100.0}}),
+        (["--seed", "2"], {"seed": 2}),
+        (["--stop-token-ids", "10", "--stop-token-ids", "11"], {"stop_token_ids": [10, 11]}),
+        (["--stop", "d", "--stop", "s"], {"stop": ["d", "s"]}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_option_is_the_parameter_of_the_same_name(llm: LLM, arguments: list[str], params: dict[str, Any]) -> None:
+    expected = tokens_of(llm, **{"seed": 1, **params})
+    assert expected != tokens_of(llm, seed=1), "the case cannot tell the option from its absence"
+    assert toy(*PROMPT, "--seed", "1", *arguments)["token_ids"] == expected
+
+
+def test_every_parameter_of_this_version_is_an_option_and_no_later_one() -> None:
+    renamed = {"include_stop_str_in_output": "include_stop"}
+    offered = {f.name for f in fields(SamplingOptions)}
+    now = {renamed.get(f.name, f.name) for f in fields(SamplingParams) if f.name not in NOT_YET}
+    assert offered == now
+
+
+def test_defaults_are_those_of_the_library() -> None:
+    assert SamplingOptions().params() == SamplingParams()
+
+
+def test_stop_strings_are_cut_off_or_kept() -> None:
+    base = [*PROMPT, "--seed", "1"]
+    text = toy(*base)["text"]
+    stop = text[10:12]
+    cut, kept = toy(*base, "--stop", stop), toy(*base, "--stop", stop, "--include-stop")
+    assert cut["text"] == text[: text.index(stop)]
+    assert kept["text"] == cut["text"] + stop
+    assert cut["finish_reason"] == kept["finish_reason"] == "stop"
+    assert cut["stop_reason"] == kept["stop_reason"] == stop
+
+
+def test_the_end_token_stops_unless_it_is_ignored() -> None:
+    eager = [*PROMPT, "--logit-bias", f"{END}=100", "--max-tokens", "5"]
+    stopped, ignored = toy(*eager), toy(*eager, "--ignore-eos")
+    assert (stopped["finish_reason"], stopped["token_ids"], stopped["stop_reason"]) == ("stop", [END], END)
+    assert (ignored["finish_reason"], ignored["token_ids"]) == ("length", [END] * 5)
+
+
+def test_max_tokens_none_fills_the_context() -> None:
+    result = toy(*PROMPT, "--ignore-eos", "--max-len", "100", "--max-tokens", NO_LIMIT)
+    assert result["usage"]["total_tokens"] == 100
+    assert result["finish_reason"] == "length"
+
+
+def test_draft_length_and_drafter() -> None:
+    own = ["--drafter", "model:toy", *PROMPT]
+    three = toy(*own, "--draft-length", "3")
+    assert (three["drafter"], three["draft_length"]) == ("model:toy", 3)
+    assert len(three["speculation"]["drafted_at"]) == 3
+    assert three["speculation"]["acceptance_rate"] == 1.0
+    assert set(three["token_kinds"]) == {"accepted", "bonus"}
+    off = toy(*own, "--draft-length", "0")
+    assert (off["speculation"]["drafted"], off["speculation"]["tokens_per_step"]) == (0, 1.0)
+    assert toy(*PROMPT)["drafter"] == toy(*PROMPT, "--drafter", "auto")["drafter"] == "lookup"
+    assert toy(*PROMPT, "--drafter", "none")["drafter"] == "none"
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
+def test_verification(verification: str) -> None:
+    result = toy(*PROMPT, "--drafter", "model:toy:5", "--seed", "1", "--verification", verification)
+    assert result["verification"] == verification
+
+
+def test_another_model_another_text() -> None:
+    assert toy(*PROMPT, "--seed", "1", "--model", "toy:7")["text"] != toy(*PROMPT, "--seed", "1")["text"]
+    assert toy(*PROMPT, "--model", "toy:7", "--backend", "toy")["model"] == "toy:7"
+
+
+def test_chat_is_the_default_where_the_model_has_a_template() -> None:
+    sizes = {
+        mode: toy(*mode, "--prompt", "hello", "--max-tokens", "1")["usage"]["prompt_tokens"]
+        for mode in ((), ("--chat",), ("--raw",))
+    }
+    assert sizes[()] == sizes["--chat",] == len("user: hello\nassistant: ")
+    assert sizes["--raw",] == len("hello")
+
+
+def test_a_model_without_a_template_continues_the_prompt_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.backend.toy import ToyTokenizer
+    from paceline.errors import UnsupportedOption
+
+    def none(self: ToyTokenizer, messages: object) -> str:
+        raise UnsupportedOption("toy has no chat template; give text instead")
+
+    monkeypatch.setattr(ToyTokenizer, "apply_chat_template", none)
+    base = ["generate", "--model", "toy", "--prompt", "hello", "--seed", "1", "--max-tokens", "5"]
+    default, raw, chat = paceline(*base), paceline(*base, "--raw"), paceline(*base, "--chat")
+    assert default.stdout == raw.stdout
+    assert default.stderr.startswith("paceline: note: toy has no chat template")
+    assert raw.stderr == ""
+    assert chat.exit_code == 2
+    assert "no chat template" in error_line(chat)
+    assert paceline("chat", "--model", "toy", stdin="hello\n").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temperature", "-1"], "temperature = -1.0"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "0"], "top_p = 0.0"),
+        (["--max-tokens", "0"], "max_tokens = 0"),
+        (["--max-tokens", "many"], "'many' is not a whole number"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--stop", ""], "stop"),
+        (["--verification", "magic"], "verification = 'magic'"),
+        (["--draft-length", "-1"], "draft_length = -1"),
+        (["--logit-bias", "5"], "--logit-bias '5' is not ID=BIAS"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "names token 5 twice"),
+        (["--logit-bias", "5=1000"], "logit_bias[5] = 1000"),
+        (["--logit-bias", "9999=1"], "9999"),
+        (["--drafter", "lokup"], "did you mean lookup?"),
+        (["--backend", "tpu"], "backend = 'tpu'"),
+        (["--backend", "llamacpp"], "cannot run model 'toy'"),
+        (["--threads", "2"], "--threads 2 is not an option of a toy model"),
+        (["--max-len", "0"], "--max-len"),
+        (["--max-len", "10"], "tokens"),
+        (["--format", "yaml"], "yaml"),
+        (["--grammar", "x"], "--grammar"),
+        (["extra"], "extra"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_in_one_line(arguments: list[str], said: str) -> None:
+    result = paceline("generate", "--model", "toy", "--prompt", "the cat sat on the mat", *arguments)
+    assert result.exit_code == 2
+    assert said in error_line(result)
+    assert result.stdout == ""
+
+
+def test_parsers() -> None:
+    assert parse_bias(["1=2", "3=-0.5"]) == {1: 2.0, 3: -0.5}
+    assert (parse_max_tokens("12"), parse_max_tokens("none")) == (12, NO_LIMIT)
