@@ -75,7 +75,9 @@ def test_comparing_nothing_with_nothing_is_refused() -> None:
 @pytest.mark.model
 def test_a_real_model_edits_code_in_few_steps(model_path: Any) -> None:
     path = str(model_path("smollm2:bf16"))
-    result = paceline("demo", "--model", path, "--runs", "1", "--max-tokens", "120", "--format", "json")
+    result = paceline(
+        "demo", "--model", path, "--runs", "1", "--max-tokens", "120", "--threads", "1", "--format", "json"
+    )
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     assert value["with"]["tokens_per_step"] > 4

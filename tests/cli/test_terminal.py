@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -108,6 +109,20 @@ def test_a_closed_pipe_is_no_traceback(arguments: list[str]) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(timeout=PATIENCE) == 141
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "said"),
+    [(">&-", 0, ""), ("<&-", 2, "standard input is empty"), (">/dev/full", 1, "No space left")],
+    ids=["stdout closed", "stdin closed", "disk full"],
+)
+def test_odd_redirections(redirection: str, status: int, said: str) -> None:
+    arguments = ["rule", "--target", "1", "--draft", "1"] if ">" in redirection else ["generate", "--model", "toy"]
+    line = f"{shlex.join([*COMMAND, *arguments])} {redirection}"
+    result = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=PATIENCE, check=False)
+    assert result.returncode == status
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == (1 if said else 0)
 
 
 def test_ctrl_c_is_quiet() -> None:

@@ -251,7 +251,7 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", [*RULES, *MODELS])
+@pytest.mark.parametrize("way", [*RULES, "model, rejection", "model, block"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, way: str) -> None:
     """vllm#18902, vllm#22987, vllm#10198, sglang#33643, sglang PR #22049 and #28179: every verified row goes
@@ -355,7 +355,7 @@ def test_a_prompt_of_several_prefill_chunks(way: str) -> None:
     check(scene(Tables("random", 2, seed=2), way, COUPLED_MATE, ask, backend=options))
 
 
-@pytest.mark.parametrize("way", [*RULES, *MODELS, "lookup"])
+@pytest.mark.parametrize("way", [*RULES, "model, block", "lookup"])
 @pytest.mark.parametrize("when", [1, 2])
 def test_another_request_is_cancelled_midway(way: str, when: int) -> None:
     """TensorRT-LLM PR #3456, sglang PR #18984: the subject stays in its slot while its neighbour's is given to a

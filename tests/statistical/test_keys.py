@@ -69,7 +69,7 @@ def test_block_with_keys_of_the_position_on_random_tables() -> None:
     assert run("block", model, 3, 4, KeyedByPosition)[0].p_value < ALPHA
 
 
-@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("K", [1, 2])
 @pytest.mark.parametrize("way", ["rejection", "block"])
 def test_draft_and_recovery_need_noise_of_their_own(way: str, K: int) -> None:
     """vllm#54282 (its fix's first try: #47386): a recovered token drawn with its draft's Gumbel noise.

@@ -62,8 +62,7 @@ class Commands(TyperGroup):
         **extra: Any,
     ) -> NoReturn:
         """Parse, run, and end the process."""
-        for stream in (sys.stdout, sys.stderr):
-            write_any_character(stream)
+        prepare_streams()
         given = list(sys.argv[1:] if args is None else args)
         meta: dict[str, Any] = {}
         try:
@@ -117,10 +116,18 @@ def say_note(message: str) -> None:
     _say("note", message)
 
 
-def write_any_character(stream: Any) -> None:
-    """Let a stream that is not UTF-8 write \\u escapes for what its encoding lacks, instead of failing."""
-    if isinstance(stream, io.TextIOWrapper) and not is_utf8(stream):
-        stream.reconfigure(errors="backslashreplace")
+def prepare_streams() -> None:
+    """Streams that can always be used: open, and able to write any character.
+
+    One that was closed by the caller (`>&-`) reads or writes nothing. One that is not UTF-8 writes \\u escapes
+    for what its encoding lacks, instead of failing.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115, PTH123 - kept open to the end
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and not is_utf8(stream):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def is_utf8(stream: Any) -> bool:
@@ -143,9 +150,10 @@ def _quit(status: int) -> NoReturn:
     """End the process. What is still unwritten is written here, where a closed pipe makes no noise."""
     try:
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         _drop_output()
-        status = CLOSED_PIPE if status == OK else status
+        if status == OK:
+            status = CLOSED_PIPE if isinstance(error, BrokenPipeError) else FAILURE
     sys.exit(status)
 
 
