@@ -59,7 +59,7 @@ from .mutants_reference import (
 
 TOLERANCE = 1e-12
 ALPHA = 1e-6  # chance that a G-test below calls right code wrong; its seeds are fixed, so it is drawn once
-MAX_LEAVES = 3_000  # more than right code needs; that of a mutant may never end
+MAX_LEAVES = 1_000  # right code needs 135; a mutant may have no end
 RULES: dict[str, Rule] = {"rejection": verify_rejection, "block": verify_block, "point": verify_point}
 
 CHECKS: dict[str, Callable[[], None]] = {}

@@ -109,7 +109,8 @@ def test_every_rule_in_company(pair: str, way: str, V: int, K: int) -> None:
 @pytest.mark.parametrize("way", list(WAYS)[4:])
 @pytest.mark.parametrize("pair", ["random", "zeros in both", "mixed", "disjoint"])
 def test_every_drafter(pair: str, way: str) -> None:
-    """vllm-ascend#13608, vllm#39273: steps with and without drafts take turns in some of these."""
+    """vllm-ascend#13608, vllm#39273: steps with and without drafts take turns in some of these; and lookup on a model
+    without end ids (transformers PR #27775)."""
     check(scene(Tables(pair, 2, seed=1), way, subject(way, 2, prompt=(0, 1, 0)), MATES[1]))
     check(scene(Tables(pair, 3, seed=1), way, subject(way, 1)))
 
@@ -174,7 +175,7 @@ def test_every_drafter_with_longer_drafts(pair: str, way: str, V: int, K: int) -
     ids=["end id", "ignored", "two stop ids"],
 )
 def test_end_ids_inside_the_draft(way: str, end: dict[str, Any]) -> None:
-    """transformers#47912 with PR #31301 and PR #48981, sglang#31599, vllm#26317: the drafter proposes the end id."""
+    """transformers#47912 with PR #31301 and PR #48981, sglang#31599, sglang PR #33758: the drafter proposes the end id."""
     params = {k: v for k, v in end.items() if k != "end_ids"}
     tables = SimpleNamespace(p=Tables("random", 3, seed=8).p, q=constant(0.3, 0.2, 0.5))
     ask = subject(way, 1 if "coupled" in way else 2, prompt=(1, 0, 1, 0), max_tokens=3, **params)
@@ -255,7 +256,8 @@ TRANSFORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_transforms(transform: str, way: str) -> None:
     """vllm#18902, vllm#22987, vllm#10198, sglang#33643, sglang PR #22049 and #28179: every verified row goes
-    through every transform, with the drafts before it in its history; llama.cpp#5657: also at temperature 0."""
+    through every transform, with the drafts before it in its history; llama.cpp#5657: also at temperature 0;
+    sglang#33695: also with a seed."""
     params = TRANSFORMS[transform]
     counted = "coupled" not in way and any("penalty" in name for name in params)
     ask = subject(way, 2 if counted else 1, prompt=(0, 2), max_tokens=3, **params)

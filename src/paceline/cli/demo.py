@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 OWN_PROMPT = Path(__file__).with_name("demo_prompt.txt")
 OWN_STOP = "```"
+OWN_TASK = "write a class again, with the parameter n of its constructor renamed to limit"
 
 WHY_TEXTS_DIFFER = (
     "Not a fault of the rule: floating-point kernels add in another order when several tokens are scored at once, "
@@ -120,7 +121,7 @@ def demo(
     with open_session(ModelOptions(model=model, drafter=drafter, threads=threads)) as session:
         request = as_request(session, text, False if prompt_file is None else None)
         if not as_json:
-            _show_answer(session, request, params)
+            _show_answer(session, request, params, OWN_TASK if prompt_file is None else str(prompt_file))
         plain, drafting = measure(session, request, params, runs)
     result = compare(session, plain, drafting)
     if as_json:
@@ -166,11 +167,12 @@ def compare(session: Session, plain: Series, drafting: Series) -> dict[str, Any]
     }
 
 
-def _show_answer(session: Session, request: str | Sequence[Message], params: SamplingParams) -> None:
+def _show_answer(session: Session, request: str | Sequence[Message], params: SamplingParams, task: str) -> None:
     """The answer as it is made, for somebody who watches."""
     console = Console(highlight=False)
     if not console.is_terminal:
         return
+    console.print(f"{session.model}: {task}", style="bold")
     writer = TextWriter(show_drafts=True)
     writer.legend()
     run_request(session, request, params, writer.write)
