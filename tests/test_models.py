@@ -65,7 +65,8 @@ def index(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     monkeypatch.setattr(models, "CATALOGUE", catalogue)
     monkeypatch.setattr(models, "DEFAULTS", {"tiny": "tiny:q8_0"})
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
+    first = [str(tmp_path / "fake"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(first))
     monkeypatch.setenv("FAKE_WHEEL", str(wheel))
     monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
     return wheel

@@ -82,6 +82,15 @@ def test_rows_are_views_of_llama_cpps_buffer(tiny: Open) -> None:
     assert first.dtype == np.float32
 
 
+def test_rows_are_exactly_as_wide_as_the_vocabulary(tiny: Open) -> None:
+    """vllm#21876, vllm#53029: padded lanes won the argmax; 261 and 270 tokens are no multiple of any block."""
+    for name, size in (("llama", 261), ("spm", 270)):
+        backend = tiny(name)
+        rows = feed(backend, backend.acquire(), MORE, 5)
+        assert rows.shape == (5, size) == (5, backend.info.vocab_size)
+        assert np.isfinite(rows).all()
+
+
 def test_rows_of_the_last_tokens_only(tiny: Open) -> None:
     backend = tiny()
     slot = backend.acquire()
@@ -90,6 +99,25 @@ def test_rows_of_the_last_tokens_only(tiny: Open) -> None:
     np.testing.assert_allclose(feed(backend, slot, MORE, 2), every[3:], **CLOSE)
     backend.truncate(slot, 0)
     assert feed(backend, slot, MORE, 0).shape == (0, backend.info.vocab_size)
+
+
+def test_rows_stay_right_when_llama_cpps_buffer_grows(tiny: Open) -> None:
+    backend = tiny()
+    slot = backend.acquire()
+    expected = alone(backend, PROMPT, 40)
+    for rows in (1, 40, 1, 20):
+        backend.truncate(slot, 0)
+        np.testing.assert_allclose(feed(backend, slot, PROMPT, rows), expected[40 - rows :], **CLOSE)
+
+
+def test_a_step_beyond_llama_cpps_own_default(tiny: Open) -> None:
+    """A batch larger than n_batch, 2,048 unless set, aborts the process."""
+    backend = tiny(max_len=512, kv_tokens=3000, max_step_tokens=2500)
+    tokens = PROMPT * 11
+    slots = [backend.acquire() for _ in range(5)]
+    rows = [np.array(r) for r in backend.forward([Segment(slot, tokens, 0, 1) for slot in slots])]
+    for row in rows:
+        np.testing.assert_allclose(row, rows[0], **CLOSE)
 
 
 def test_a_full_step_of_the_largest_size(tiny: Open) -> None:
@@ -150,6 +178,22 @@ def test_a_rollback_that_did_nothing_is_an_error(tiny: Open, says: bool, monkeyp
             backend.truncate(slot, 3)
     backend.truncate(slot, 3)
     backend.check()
+
+
+def test_a_rollback_that_llama_cpp_calls_failed_is_an_error(tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the memory looks right afterwards: a layer may have refused."""
+    backend = tiny()
+    slot = backend.acquire()
+    feed(backend, slot, PROMPT, 0)
+
+    class Doubting(Lying):
+        def llama_memory_seq_rm(self, *arguments: Any) -> bool:
+            self.native.llama_memory_seq_rm(*arguments)
+            return False
+
+    monkeypatch.setattr(backend, "_native", Doubting(backend._native, says=False))
+    with pytest.raises(RollbackError, match="seq_rm returned False and the last position is 2"):
+        backend.truncate(slot, 3)
 
 
 def test_check_sees_a_cache_that_moved_behind_our_back(tiny: Open) -> None:
@@ -246,12 +290,26 @@ def test_sliding_window_refusal_names_the_position(tiny: Open, monkeypatch: pyte
         def llama_memory_seq_pos_min(self, *_: Any) -> int:
             return 25
 
+        def llama_memory_seq_rm(self, *arguments: Any) -> bool:
+            return bool(self.native.llama_memory_seq_rm(*arguments))
+
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_native", Purged(backend._native, says=True))
         with pytest.raises(RollbackError, match="the sliding window of 8 reaches before position 25"):
             backend.truncate(slot, 31)
-    backend.truncate(slot, 32)  # needs positions 25 .. 31 only
+        backend.truncate(slot, 32)  # the next token sees positions 25 .. 32
     backend.check()
+
+
+def test_sliding_window_layers_keep_what_left_the_window(tiny: Open) -> None:
+    """With llama.cpp's window-sized ring, going back this far would find other tokens in its place."""
+    backend = tiny("gemma2", max_len=512, kv_tokens=1024, max_step_tokens=64)
+    slot = backend.acquire()
+    tokens = tuple(int(t) for t in np.random.default_rng(6).integers(3, 260, 400))
+    for at in range(0, 400, 50):
+        feed(backend, slot, tokens[at : at + 50], 0)
+    backend.truncate(slot, 100)
+    np.testing.assert_allclose(feed(backend, slot, (5,)), alone(backend, (*tokens[:100], 5), 1), **CLOSE)
 
 
 # --- recurrent models -------------------------------------------------------------------------------

@@ -83,6 +83,15 @@ def test_silent_rollback_shows_in_check_and_in_the_next_row() -> None:
     assert not np.array_equal(row, fresh_row((*TOKENS[:3], 7)))
 
 
+def test_a_silent_rollback_runs_out_of_cells_with_a_typed_error() -> None:
+    backend = toy(rollback="silent")
+    slot = backend.acquire()
+    with pytest.raises(BackendError, match="never rolled back"):
+        for _ in range(100):
+            backend.forward([Segment(slot, TOKENS, 0, 0)])
+            backend.truncate(slot, 0)
+
+
 def test_told_to_misbehave() -> None:
     failing = toy(rollback="fails")
     slot = failing.acquire()

@@ -141,3 +141,13 @@ def test_on_a_terminal() -> None:
         terminal.type("\x04")
         assert terminal.end() == 0
         assert "Traceback" not in terminal.seen
+
+
+def test_a_terminal_that_sends_no_text_is_answered_with_a_line() -> None:
+    with Terminal(*BASE, PYTHONUTF8="0", LC_ALL="C.UTF-8") as terminal:
+        terminal.wait_for("> ")
+        os.write(terminal.main, b"a\xffb\n")
+        terminal.wait_for("paceline: error: this line is not UTF-8 text")
+        terminal.wait_for("> ")
+        terminal.type("/quit\n")
+        assert terminal.end() == 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import numpy as np
 
@@ -122,11 +121,7 @@ def furthest(law: dict[Completion, float], wanted: dict[Completion, float]) -> f
     return max(abs(law.get(outcome, 0.0) - wanted.get(outcome, 0.0)) for outcome in {*law, *wanted})
 
 
-def is_increasing(values: Sequence[int]) -> bool:
-    return all(a < b for a, b in pairwise(values))
-
-
-def chi2_statistic(counts: dict[Tokens, int], law: dict[Tokens, float]) -> float:
+def g_statistic(counts: dict[Tokens, int], law: dict[Tokens, float]) -> float:
     """G = 2 sum n log(n / expected); infinite where something impossible came out."""
     total = sum(counts.values())
     if any(law.get(outcome, 0.0) == 0.0 for outcome in counts):

@@ -272,7 +272,12 @@ def _(patch: Patch) -> None:
     "vllm#47386",
 )
 def _(patch: Patch) -> None:
-    edit(patch, recovered, ("Role.RECOVER", "Role.DRAFT"))
+    race = KeyedDraws.pick
+
+    def pick(self: KeyedDraws, weights: FloatArray, position: int, role: Role, **where: Any) -> int:
+        return race(self, weights, position, Role.DRAFT if role == Role.RECOVER else role, **where)
+
+    patch.setattr(KeyedDraws, "pick", pick)
 
 
 @mutant("draft and recovery share a key", "the same, seen by the enumerator", "rules/rejection", "vllm#54282")

@@ -175,7 +175,7 @@ def test_every_drafter_with_longer_drafts(pair: str, way: str, V: int, K: int) -
     ids=["end id", "ignored", "two stop ids"],
 )
 def test_end_ids_inside_the_draft(way: str, end: dict[str, Any]) -> None:
-    """transformers#47912 with PR #31301 and PR #48981, sglang#31599, sglang PR #33758: the drafter proposes the end id."""
+    """transformers#47912, PR #31301 and PR #48981, sglang#31599, sglang PR #33758: the drafter proposes the end id."""
     params = {k: v for k, v in end.items() if k != "end_ids"}
     tables = SimpleNamespace(p=Tables("random", 3, seed=8).p, q=constant(0.3, 0.2, 0.5))
     ask = subject(way, 1 if "coupled" in way else 2, prompt=(1, 0, 1, 0), max_tokens=3, **params)

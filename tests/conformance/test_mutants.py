@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import PacelineError
 
-from . import mutants_engine, mutants_rules  # noqa: F401  (they register their mutants)
+from . import mutants_drafting, mutants_engine, mutants_laws, mutants_rules, mutants_runs, mutants_sampling  # noqa: F401  (register mutants)  # noqa: F401  (register checks)
 from .mutants import HARMLESS, MUTANTS, Mutant
 from .mutants_checks import CHECKS
 

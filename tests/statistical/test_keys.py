@@ -39,16 +39,16 @@ def share_of_zero(counts: dict, place: int) -> float:
 
 def test_block_needs_the_step_start_in_its_keys() -> None:
     """p = (1/3, 2/3), q = (2/3, 1/3), K = 2. With keys of the position alone, the second token is 0 with probability
-    7/18 instead of 1/3. N = 8,000: 7/18 is met within four standard errors (5.5e-3 each), 1/3 missed by ten.
+    7/18 instead of 1/3. N = 8,000: 7/18 is met within five standard errors (5.5e-3 each), 1/3 missed by ten.
     """
     good, counts = run("block", PAPER, 2, 4, KeyedDraws)
     bad, biased = run("block", PAPER, 2, 4, KeyedByPosition)
     error = math.sqrt(7 / 18 * 11 / 18 / N)
     assert good.p_value >= ALPHA
-    assert abs(share_of_zero(counts, 1) - 1 / 3) < 4 * error
+    assert abs(share_of_zero(counts, 1) - 1 / 3) < 5 * error
     assert bad.p_value < ALPHA
-    assert abs(share_of_zero(biased, 1) - 7 / 18) < 4 * error
-    assert abs(share_of_zero(biased, 0) - 1 / 3) < 4 * error  # within a step nothing is wrong
+    assert abs(share_of_zero(biased, 1) - 7 / 18) < 5 * error
+    assert abs(share_of_zero(biased, 0) - 1 / 3) < 5 * error  # within a step nothing is wrong
 
 
 def test_rejection_does_not() -> None:
@@ -59,7 +59,7 @@ def test_rejection_does_not() -> None:
     assert detectable_tv(N, 16) < 0.055
     result, counts = run("rejection", PAPER, 2, 4, KeyedByPosition)
     assert result.p_value >= ALPHA
-    assert abs(share_of_zero(counts, 1) - 1 / 3) < 4 * math.sqrt(2 / 9 / N)
+    assert abs(share_of_zero(counts, 1) - 1 / 3) < 5 * math.sqrt(2 / 9 / N)
 
 
 def test_block_with_keys_of_the_position_on_random_tables() -> None:
@@ -74,8 +74,8 @@ def test_block_with_keys_of_the_position_on_random_tables() -> None:
 def test_draft_and_recovery_need_noise_of_their_own(way: str, K: int) -> None:
     """vllm#54282 (its fix's first try: #47386): a recovered token drawn with its draft's Gumbel noise.
 
-    V = 3 (with two tokens the recovered one has no choice). N = 4,000.
+    V = 3 (with two tokens the recovered one has no choice). N = 6,000.
     """
     model = Model(Tables("random", 3, seed=3))
-    assert run(way, model, K, 3, KeyedDraws, 4_000)[0].p_value >= ALPHA
-    assert run(way, model, K, 3, DraftNoiseAgain, 4_000)[0].p_value < ALPHA
+    assert run(way, model, K, 3, KeyedDraws, 6_000)[0].p_value >= ALPHA
+    assert run(way, model, K, 3, DraftNoiseAgain, 6_000)[0].p_value < ALPHA

@@ -228,6 +228,8 @@ class ToyBackend:
                 )
             if not s.tokens or not 0 <= s.num_rows <= len(s.tokens):
                 raise BackendError(f"toy slot {s.slot}: {s.num_rows} rows asked of {len(s.tokens)} new tokens")
+            if self._written[s.slot] + len(s.tokens) > self._cells.shape[1]:
+                raise BackendError(f"toy slot {s.slot}: its cells are full of tokens that were never rolled back")
             if s.start + len(s.tokens) > self.info.max_len:
                 raise BackendError(
                     f"toy slot {s.slot}: {s.start} + {len(s.tokens)} tokens, max_len is {self.info.max_len}"

@@ -19,7 +19,7 @@ from ..types import StreamChunk
 from .exits import Debug, ReportedFailure, describe, say_error, say_note
 from .loading import Session, open_session
 from .options import ModelOptions, SamplingOptions
-from .prompts import decode
+from .prompts import checked, decode
 from .report import stats_line
 from .streaming import Message, TextWriter, run_request
 
@@ -127,7 +127,7 @@ def converse(conversation: Conversation) -> bool:
             say_note(f"no command {word}; {COMMANDS}")
         elif word:
             try:
-                conversation.reply(line)
+                conversation.reply(checked(line, "this line"))
             except InvalidPrompt as error:
                 failed = True
                 say_error(f"{error} (/reset forgets the conversation)")

@@ -17,7 +17,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     if prompt is not None and prompt_file is not None:
         raise InvalidPrompt("--prompt and --prompt-file were both given; give one of them")
     if prompt is not None:
-        text, origin = _checked_argument(prompt), "--prompt"
+        text, origin = checked(prompt, "--prompt"), "--prompt"
     elif prompt_file is None or str(prompt_file) == "-":
         if prompt_file is None and sys.stdin.isatty():
             raise InvalidPrompt("no prompt; give --prompt TEXT or --prompt-file FILE, or pipe a text in")
@@ -45,13 +45,13 @@ def decode(data: bytes, origin: str) -> str:
     return text.removesuffix("\r\n" if text.endswith("\r\n") else "\n")
 
 
-def _checked_argument(prompt: str) -> str:
-    """The operating system hands over bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
+def checked(text: str, origin: str) -> str:
+    """Arguments and terminals hand over bytes that are not UTF-8 as lone surrogates, which no tokenizer takes."""
     try:
-        prompt.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidPrompt(f"--prompt is not UTF-8 text at character {error.start}; convert it first") from None
-    return prompt
+        raise InvalidPrompt(f"{origin} is not UTF-8 text at character {error.start}; convert it first") from None
+    return text
 
 
 def _read_file(path: Path) -> bytes:

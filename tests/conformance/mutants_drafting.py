@@ -1,0 +1,232 @@
+"""Mutants of drafters and of the choice of a rule; and drafters so bad that they must not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.admission import admit_proposal
+from paceline.draft import ModelDrafter
+from paceline.draft.lookup import _History
+from paceline.draft.model import _Job
+from paceline.engine import Engine
+from paceline.params import SamplingParams
+from paceline.sampling import distribution
+from paceline.types import Distribution, FloatArray, Proposal
+from paceline.verify import verify_point, verify_rejection
+from tests.drafters import PointDrafter, TableDrafter
+
+from .mutants import edit, harmless, mutant
+from .mutants_laws import SCENARIOS
+
+Patch = pytest.MonkeyPatch
+
+# --- drafters that lie about q ------------------------------------------------------------------------
+
+PICK = "context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)"
+
+
+@mutant(
+    "argmax draft said to be sampled",
+    "q is dense, the draft was not drawn from it",
+    "law/model",
+)
+def _(patch: Patch) -> None:
+    edit(patch, ModelDrafter._draft, (PICK, "int(q.dense().argmax())"))
+
+
+@mutant(
+    "q before temperature and filters",
+    "drawn from the filtered q, answered for with the raw one",
+    "law/model",
+    "vllm#10198",
+)
+def _(patch: Patch) -> None:
+    edit(
+        patch,
+        ModelDrafter._draft,
+        ("job.q.append(q)", "job.q.append(distribution(logits, plain, None))"),
+        plain=SamplingParams(),
+    )
+
+
+@mutant("drafts drawn before temperature and filters", "the other way round", "law/model block", "vllm#10198")
+def _(patch: Patch) -> None:
+    raw = "distribution(logits, plain, None)"
+    edit(
+        patch,
+        ModelDrafter._draft,
+        (PICK, PICK.replace("q.probs", f"{raw}.probs").replace("ids=q.ids, ", "")),
+        plain=SamplingParams(),
+    )
+
+
+@mutant(
+    "assistant at temperature 1", "exact, but it accepts less than it could", "self-draft", "transformers PR #40976"
+)
+def _(patch: Patch) -> None:
+    def hot(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+        return distribution(logits, replace(params, temperature=1.0), counts)
+
+    patch.setattr("paceline.draft.model.distribution", hot)
+
+
+@mutant(
+    "exact match instead of the ratio",
+    "sampled drafts are judged by a fresh draw of the target",
+    "self-draft",
+    "vllm#40551",
+)
+def _(patch: Patch) -> None:
+    patch.setattr("paceline.engine.verify_rejection", verify_point)
+
+
+@mutant("q of a neighbour", "the batch's q rows are handed out in another order", "law/company model")
+def _(patch: Patch) -> None:
+    def swap(jobs: list[_Job]) -> list[Any]:
+        answers = [job.answer for job in jobs]
+        rows = [answer.q for answer in answers]
+        return [replace(answer, q=q) if q else answer for answer, q in zip(answers, rows[1:] + rows[:1], strict=True)]
+
+    edit(
+        patch,
+        ModelDrafter.propose,
+        ("[job.answer for job in jobs if job.answer is not None]", "swap(jobs)"),
+        swap=swap,
+    )
+
+
+@mutant("one q buffer for the chain", "the rows of all drafts are the last one's", "law/model")
+def _(patch: Patch) -> None:
+    edit(patch, ModelDrafter._draft, ("job.q.append(q)", "job.q[:] = [q] * (len(job.q) + 1)"))
+
+
+@mutant("drafts of a step share their noise", "one key for all draws of the chain", "law/model")
+def _(patch: Patch) -> None:
+    edit(
+        patch, ModelDrafter._draft, (PICK, PICK.replace("position", "job.num_committed").replace("node=node", "node=0"))
+    )
+
+
+@mutant("an unsure draft is dropped", "whether it is verified depends on the token itself", "law/model")
+def _(patch: Patch) -> None:
+    unsure = "if q.prob(token) < 0.5:\n        job.finish()\n        return\n    job.drafts.append(token)"
+    edit(patch, ModelDrafter._draft, ("job.drafts.append(token)", unsure))
+
+
+@mutant("the draft length looks at the last draft", "an even token at the end is cut off", "law/rejection")
+def _(patch: Patch) -> None:
+    early = (
+        "if answer.tokens and answer.tokens[-1] == 0:\n        return answer.first(len(answer) - 1)\n    return answer"
+    )
+    edit(patch, admit_proposal, ("\n    return answer\n", f"\n    {early}\n"))
+
+
+@mutant("hopeless drafts are dropped before verifying", "whether x is judged depends on p(x)", "law/block")
+def _(patch: Patch) -> None:
+    hopeful = "w.proposal.first(next((i for i, x in enumerate(w.proposal.tokens) if rows[i].prob(x) < 0.3), 99))"
+    rows = "rows = TargetRows(w.sequence, w.proposal.tokens, w.logits)"
+    edit(patch, Engine._verify, (rows, f"{rows}\n    w.proposal = {hopeful}\n    {rows}"))
+
+
+@mutant("a draft that ends the request is dropped", "stop ids come out too rarely", "law/stop")
+def _(patch: Patch) -> None:
+    edit(patch, admit_proposal, ("answer.first(i + 1)", "answer.first(i)"))
+
+
+@mutant("a draft with p = 0 is dropped", "legal drafts are verified, illegal ones vanish", "law/zeros")
+def _(patch: Patch) -> None:
+    draft = TableDrafter._draft
+
+    def legal_only(self: TableDrafter, context: Any, budget: int) -> Proposal:
+        proposal, seen = draft(self, context, budget), tuple(context.tokens)
+        for i, token in enumerate(proposal.tokens):
+            if SCENARIOS["law/zeros"].model.p((*seen, *proposal.tokens[:i]))[token] == 0.0:
+                return proposal.first(i)
+        return proposal
+
+    patch.setattr(TableDrafter, "_draft", legal_only)
+
+
+# --- which rule ---------------------------------------------------------------------------------------
+
+
+@mutant(
+    "guesses said to be sampled from a flat q",
+    "a point draft has no q to answer for",
+    "law/point",
+    "openvino.genai PR #2331",
+)
+def _(patch: Patch) -> None:
+    judge_by_ratio(patch, lambda token, size: np.full(size, 1.0 / size))
+
+
+@mutant("guesses judged by a one-hot q", "exact, but the text of a seed depends on the drafter", "path")
+def _(patch: Patch) -> None:
+    judge_by_ratio(patch, lambda token, size: np.eye(size)[token])
+
+
+def judge_by_ratio(patch: Patch, q_of: Callable[[int, int], FloatArray]) -> None:
+    def rule(rows: Any, proposal: Proposal, draws: Any, position: int) -> Any:
+        if proposal.kind == "sampled" or not len(proposal):
+            return verify_point(rows, proposal, draws, position)
+        q = [q_of(token, rows[0].vocab_size) for token in proposal.tokens]
+        return verify_rejection(rows, Proposal.sampled(proposal.tokens, q), draws, position)
+
+    patch.setattr("paceline.engine.verify_point", rule)
+
+
+# --- what must not matter -----------------------------------------------------------------------------
+
+
+def wrong_guesses(seen: tuple[int, ...], budget: int) -> list[int]:
+    return [(17 * len(seen) + 5 * i + seen[-1]) % 3 for i in range(budget)]
+
+
+@harmless("a corrupted lookup index", "a guess is a guess", "path")
+def _(patch: Patch) -> None:
+    def continuation(self: _History, count: int) -> list[int]:
+        return [(7 * len(self.tokens) + i) % 11 for i in range(count)]
+
+    patch.setattr(_History, "continuation", continuation)
+
+
+@harmless("random guesses", "with a length of their own, in every step", "law/point")
+def _(patch: Patch) -> None:
+    def propose(self: PointDrafter, contexts: Sequence[Any], budgets: Sequence[int]) -> list[Proposal]:
+        return [
+            Proposal.point(wrong_guesses(tuple(c.tokens), len(c.tokens) % (k + 1)))
+            for c, k in zip(contexts, budgets, strict=True)
+        ]
+
+    patch.setattr(PointDrafter, "propose", propose)
+
+
+@harmless("a length that looks at *earlier* drafts", "stopping behind an unsure token anticipates nothing", "law/model")
+def _(patch: Patch) -> None:
+    edit(patch, ModelDrafter._draft, ("if ends or", "if ends or q.prob(token) < 0.5 or"))
+
+
+@harmless("a draft model read backwards", "q is what was drawn from, whatever it is worth", "law/model")
+def _(patch: Patch) -> None:
+    patch.setattr(ModelDrafter, "_fit", lambda self, logits: logits[::-1].copy())
+
+
+@harmless("an assistant at temperature 1", "slower, and still exact", "law/model", "transformers PR #40976")
+def _(patch: Patch) -> None:
+    def hot(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+        return distribution(logits, replace(params, temperature=1.0, top_k=0), counts)
+
+    patch.setattr("paceline.draft.model.distribution", hot)
+
+
+@harmless("penalties missing from q", "slower, and still exact", "law/penalties")
+def _(patch: Patch) -> None:
+    def bare(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+        return distribution(logits, SamplingParams(temperature=params.temperature), None)
+
+    patch.setattr("paceline.draft.model.distribution", bare)
