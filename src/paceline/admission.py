@@ -63,6 +63,8 @@ def admit_proposal(
     if isinstance(answer, PacelineError):
         raise answer
     fault = None
+    if not isinstance(answer, Proposal):
+        raise DrafterError(f"{who}: {answer!r} where a Proposal was asked for")
     if len(answer) > budget:
         fault = f"{len(answer)} drafts where at most {budget} were asked for"
     elif not answer.is_chain:

@@ -17,8 +17,8 @@ from time import perf_counter
 import numpy as np
 
 from .admission import admit_proposal, admit_request
-from .draft import DEFAULT_DRAFT_LENGTH
-from .errors import DrafterError, InvalidParams, PacelineError
+from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
+from .errors import InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams
 from .rng import KeyedDraws
 from .schedule import Turn, admit, plan
@@ -57,7 +57,7 @@ class Engine:
         make_draws: Callable[[int, int], Draws] = KeyedDraws,
     ) -> None:
         info = backend.info
-        self.backend, self.drafter, self.make_draws = backend, drafter, make_draws
+        self.backend, self.drafter, self.make_draws = backend, GuardedDrafter(drafter), make_draws
         self.max_seqs = info.max_slots if max_seqs is None else max_seqs
         self.draft_length = DEFAULT_DRAFT_LENGTH if draft_length is None else draft_length
         if not 1 <= self.max_seqs <= info.max_slots:
@@ -92,10 +92,31 @@ class Engine:
                 return self._emit(sequence)
         return None
 
+    def fail(self, error: PacelineError) -> list[StreamChunk]:
+        """End every request with `error`, whatever state a step was left in; the engine is as new afterwards."""
+        everybody = [*self.running, *self.waiting]
+        for sequence in everybody:
+            if sequence.finish_reason is None:
+                sequence.finish("error", error=error)
+        return [self._emit(sequence) for sequence in everybody]
+
+    def check(self) -> None:
+        """Raise InvariantError where the books of engine and backend disagree. Between steps only."""
+        self.backend.check()
+        for s in self.running:
+            held = self.backend.length(s.slot)
+            if held != s.cached or s.uncached < 1 or len(s.tokens) >= s.limit:
+                raise InvariantError(
+                    f"request {s.request.request_id}: {s.cached} tokens of {len(s.tokens)} on the books "
+                    f"(at most {s.limit}), {held} in slot {s.slot}"
+                )
+
     def step(self) -> list[StreamChunk]:
         """One target forward for everybody who has a turn; what each of them released.
 
-        A fault of one request ends that request alone, with the typed error in its output.
+        A fault of one request ends that request alone, with the typed error in its output. A drafter that
+        fails as a whole, or a forward that fails, ends the requests it was made for. Any other exception is
+        a bug of a backend or of ours; fail() puts the engine right again.
         """
         t0 = perf_counter()
         self._admit()
@@ -109,7 +130,9 @@ class Engine:
             if w.logits is not None:
                 self._verify_and_commit(w)
         t4 = perf_counter()
-        chunks = [self._emit(w.sequence) for w in work if w.turn.decode or w.sequence.finish_reason]
+        decoded = {w.sequence.request.request_id for w in work if w.turn.decode}
+        ready = [s for s in self.running if s.finish_reason or s.request.request_id in decoded]
+        chunks = [self._emit(s) for s in ready]
         t5 = perf_counter()
         for w in work:
             stats = w.sequence.stats
@@ -129,16 +152,20 @@ class Engine:
         needs = [s.limit for s in self.waiting]
         for _ in range(admit(needs, self.max_seqs - len(self.running), free_tokens)):
             sequence = self.waiting.popleft()
-            sequence.slot = self.backend.acquire()
-            self.drafter.observe(sequence.request.request_id, sequence.tokens)
             self.running.append(sequence)
+            try:
+                sequence.slot = self.backend.acquire()
+                self.drafter.observe(sequence.request.request_id, sequence.tokens)
+            except PacelineError as error:
+                sequence.finish("error", error=error)
 
     def _schedule(self) -> list[Work]:
-        wanted = [self._drafts_wanted(s) for s in self.running]
-        turns = plan([s.uncached for s in self.running], wanted, self.backend.info.max_step_tokens)
+        able = [s for s in self.running if s.finish_reason is None]
+        wanted = [self._drafts_wanted(s) for s in able]
+        turns = plan([s.uncached for s in able], wanted, self.backend.info.max_step_tokens)
         return [
             Work(s, turn, self.make_draws(s.request.seed, len(s.tokens)))
-            for s, turn in zip(self.running, turns, strict=True)
+            for s, turn in zip(able, turns, strict=True)
             if turn.decode or turn.prefill
         ]
 
@@ -164,15 +191,10 @@ class Engine:
             )
             for w in work
         ]
-        try:
-            answers = self.drafter.propose(contexts, [w.turn.drafts for w in work])
-            if len(answers) != len(work):
-                raise DrafterError(f"drafter {self.drafter.name} answered {len(answers)} of {len(work)} requests")
-        except PacelineError as error:
-            answers = [error] * len(work)
+        answers = self.drafter.propose(contexts, [w.turn.drafts for w in work])
         for w, answer in zip(work, answers, strict=True):
             try:
-                who = f"drafter {self.drafter.name}, request {w.sequence.request.request_id}"
+                who = f"drafter {self.drafter.inner.name}, request {w.sequence.request.request_id}"
                 vocab_size = self.backend.info.vocab_size
                 w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence.stop_ids)
             except PacelineError as error:
@@ -218,11 +240,14 @@ class Engine:
 
     def _emit(self, sequence: Sequence) -> StreamChunk:
         """What became final; whoever is finished gives everything back."""
-        if sequence.finish_reason is not None:
-            if sequence in self.running:
-                self.running.remove(sequence)
-                self.backend.release(sequence.slot)
+        if sequence in self.waiting and sequence.finish_reason is not None:
+            self.waiting.remove(sequence)
+        elif sequence.finish_reason is not None:
+            self.running.remove(sequence)
+            try:
+                if sequence.slot >= 0:
+                    self.backend.release(sequence.slot)
                 self.drafter.release(sequence.request.request_id)
-            else:
-                self.waiting.remove(sequence)
+            except PacelineError as error:
+                sequence.finish("error", error=error)
         return sequence.chunk()

@@ -91,8 +91,11 @@ class LLM:
             if self.backend is not model:
                 self.backend.close()
             raise
-        self._lock = threading.RLock()
+        # Not re-entrant: garbage collection may run a stream's __del__ in the thread that holds it.
+        self._lock = threading.Lock()
         self._inbox: dict[int, deque[StreamChunk]] = {}
+        self._abandoned: deque[int] = deque()
+        self._closed = False
 
     def _drafter(self, drafter: str | Drafter, opened: Callable[[str], Backend]) -> Drafter:
         reason = self.backend.info.no_speculation_reason
@@ -143,8 +146,10 @@ class LLM:
     def close(self) -> None:
         """Free the models. Idempotent; the LLM cannot be used afterwards."""
         with self._lock:
-            self.drafter.close()
-            self.backend.close()
+            if not self._closed:
+                self._closed = True
+                self._fail(BackendError(f"{self.backend.info.model} was closed while the request ran"))
+                self._owned.close()
 
     def __enter__(self) -> Self:
         return self
@@ -170,6 +175,9 @@ class LLM:
 
     def _add(self, ids: Seq[int], params: SamplingParams, text: str | None) -> int:
         with self._lock:
+            if self._closed:
+                raise InvalidInput(f"this LLM ({self.backend.info.model}) is closed; open a new one")
+            self._drop_abandoned()
             request_id = self.engine.add(ids, params, prompt=text)
             self._inbox[request_id] = deque()
             return request_id
@@ -196,16 +204,48 @@ class LLM:
         with self._lock:
             inbox = self._inbox[request_id]
             while not inbox:
-                for chunk in self.engine.step():
-                    if chunk.request_id in self._inbox:
-                        self._inbox[chunk.request_id].append(chunk)
+                self._drop_abandoned()
+                if not self.engine.has_work:
+                    raise InvariantError(f"request {request_id} is no longer in the engine")
+                self._step()
             chunk = inbox.popleft()
             if chunk.output is not None:
                 del self._inbox[request_id]
             return chunk
 
+    def _step(self) -> None:
+        try:
+            self._deliver(self.engine.step())
+        except BaseException as error:
+            # An interrupt, or a bug of a backend or of ours: the step is half done, so nobody can go on.
+            self._fail(BackendError(f"a step was broken off by {type(error).__name__}: {error}"))
+            raise
+
+    def _fail(self, error: PacelineError) -> None:
+        self._deliver(self.engine.fail(error))
+
+    def _deliver(self, chunks: Seq[StreamChunk]) -> None:
+        for chunk in chunks:
+            if chunk.request_id in self._inbox:
+                self._inbox[chunk.request_id].append(chunk)
+
     def _cancel(self, request_id: int) -> None:
         with self._lock:
+            self.engine.cancel(request_id)
+            self._inbox.pop(request_id, None)
+
+    def _abandon(self, request_id: int) -> None:
+        """Cancel as soon as nobody is stepping; called by the garbage collector, at any moment."""
+        self._abandoned.append(request_id)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drop_abandoned()
+            finally:
+                self._lock.release()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
             self.engine.cancel(request_id)
             self._inbox.pop(request_id, None)
 
@@ -240,7 +280,9 @@ class TokenStream(Iterator[StreamChunk]):
         self.close()
 
     def __del__(self) -> None:
-        self.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm._abandon(self.request_id)
 
 
 def open_backend(

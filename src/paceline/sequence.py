@@ -174,6 +174,10 @@ class TargetRows:
 
     def __getitem__(self, i: int) -> Distribution:
         sequence = self._sequence
+        if i and self._drafts[i - 1] in sequence.stop_ids:
+            # Whatever is drawn behind a draft that ends the request is cut at commit: any row will do, and the
+            # model's own must not be able to fail.
+            return Distribution.one_hot(0, self._logits.shape[-1])
         counts = sequence.counts
         try:
             return distribution(

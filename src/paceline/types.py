@@ -359,8 +359,6 @@ class BackendInfo:
     max_step_tokens: int
     can_truncate: bool = True
     no_speculation_reason: str | None = None
-    trees: bool = False
-    hidden_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

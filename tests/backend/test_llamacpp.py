@@ -23,8 +23,6 @@ def test_is_a_backend_with_a_tokenizer(tiny: Open) -> None:
     assert (info.max_len, info.max_slots, info.kv_tokens, info.max_step_tokens) == (256, 6, 1024, 512)
     assert info.can_truncate
     assert info.no_speculation_reason is None
-    assert not info.trees
-    assert not info.hidden_states
 
 
 def test_stop_ids_are_the_files_end_of_generation_set(tiny: Open) -> None:

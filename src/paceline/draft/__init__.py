@@ -1,5 +1,6 @@
 """Drafters: whatever guesses the next tokens."""
 
+from .guarded import GuardedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .none import NoDrafter
@@ -9,6 +10,7 @@ from .vocabulary import check_same_vocabulary
 __all__ = [
     "DEFAULT_DRAFT_LENGTH",
     "DrafterSpec",
+    "GuardedDrafter",
     "LookupDrafter",
     "ModelDrafter",
     "NoDrafter",

@@ -149,13 +149,12 @@ def checked_probs(row: Any, name: str, tolerance: float) -> FloatArray:
 
 
 def _fit(q: Distribution, vocab_size: int) -> Distribution:
-    """q over the target's vocabulary: ids a drafter lacks have q = 0, ids beyond V cannot be emitted."""
+    """q over the target's vocabulary: ids that a drafter lacks have q = 0."""
     if q.vocab_size == vocab_size:
         return q
-    if q.ids is not None:
-        shared = q.ids < vocab_size
-        return Distribution(q.probs[shared], vocab_size, q.ids[shared])
+    mass = q.dense()
+    if mass[vocab_size:].any():
+        raise DrafterError(f"q gives mass to tokens from {vocab_size} on, which the target does not have")
     probs = np.zeros(vocab_size)
-    width = min(vocab_size, q.vocab_size)
-    probs[:width] = q.probs[:width]
+    probs[: mass.size] = mass[:vocab_size]
     return Distribution(probs, vocab_size)

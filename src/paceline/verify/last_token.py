@@ -38,7 +38,7 @@ def recovered(accepted: tuple[int, ...], p: Distribution, weights: FloatArray, d
     to within that rounding.
     """
     n = len(accepted)
-    if not weights.sum() > 0.0:
+    if weights.sum() == 0.0:
         weights = p.probs
     token = draws.pick(weights, position + n, Role.RECOVER, ids=p.ids, node=n)
     return Verdict((*accepted, token), n, tuple(range(n)), "recovered")
