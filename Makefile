@@ -26,7 +26,7 @@ help:
 	@echo "make lint      ruff check, ruff format --check"
 	@echo "make types     mypy"
 	@echo "make docs      run the code of the documentation"
-	@echo "make check     lint, types, docs and test"
+	@echo "make check     lint, types and test (which runs the documentation too)"
 	@echo "make format    let ruff format the sources"
 	@echo "make install   make $(or $(VENV),nothing: VENV is empty) (the others do it as needed)"
 	@echo "make clean     remove what was made, .venv included; models stay in their cache"
@@ -52,7 +52,7 @@ types: $(STAMP)
 docs: $(STAMP)
 	$(PY) -m pytest -q tests/test_docs.py
 
-check: lint types docs test
+check: lint types test
 
 format: $(STAMP)
 	$(PY) -m ruff format .

@@ -21,7 +21,7 @@ from paceline.errors import (
 )
 from paceline.params import SamplingParams
 from paceline.types import Drafter, Proposal, RequestOutput, StreamChunk
-from tests.drafters import PointDrafter
+from tests.drafters import PointDrafter, TableDrafter
 
 PROMPT = (1, 2, 3)
 
@@ -37,7 +37,7 @@ def run(engine: Engine) -> dict[int, RequestOutput]:
         for chunk in engine.step():
             if chunk.output is not None:
                 done[chunk.request_id] = chunk.output
-        engine.backend.check()
+        engine.check()
     assert engine.backend.slots_in_use == 0  # type: ignore[attr-defined]
     return done
 
@@ -311,6 +311,66 @@ def test_a_drafter_that_fails_as_a_whole_ends_those_it_was_asked_for(raised: boo
     done = run(engine)
     assert isinstance(done[asked].outputs[0].error, DrafterError)
     assert done[spared].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("method", ["propose", "observe", "release"])
+def test_any_exception_of_a_drafter_is_typed_and_stays_with_it(method: str) -> None:
+    """A drafter may be anybody's code: a ValueError of its own must not reach other requests."""
+
+    class Buggy(PointDrafter):
+        pass
+
+    def broken(self: Any, first: Any, *_: Any) -> Any:
+        raise ValueError("my own bug")
+
+    setattr(Buggy, method, broken)
+    engine = Engine(toy(), Buggy(lambda seen, k: ()))
+    request_id = engine.add(PROMPT, SamplingParams(max_tokens=5))
+    done = run(engine)[request_id].outputs[0]
+    assert isinstance(done.error, DrafterError)
+    assert "ValueError: my own bug" in str(done.error)
+    assert isinstance(done.error.__cause__, ValueError)
+
+
+def test_an_answer_that_is_no_proposal() -> None:
+    class Odd(PointDrafter):
+        def propose(self, contexts: Any, budgets: Any) -> Any:
+            return [None for _ in contexts]
+
+    assert isinstance(generate(SamplingParams(), Odd(lambda s, k: ())).outputs[0].error, DrafterError)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 1}])
+def test_the_row_behind_a_draft_that_ends_the_request_is_not_the_models(params: dict[str, Any]) -> None:
+    """openvino.genai#4081 in kind: what follows the end may be impossible to score, and must not matter."""
+
+    def backend() -> ToyBackend:
+        return toy(stop_ids=(7,), nan_when=lambda seen: 7 in seen[len(PROMPT) :])
+
+    plain = generate(SamplingParams(max_tokens=200, **params), backend=backend()).outputs[0]
+    assert plain.finish_reason == "stop"
+    last = set()
+    for length in range(1, 6):
+        asked = SamplingParams(max_tokens=200, draft_length=length, **params)
+        drafted = generate(asked, oracle(plain.token_ids), backend()).outputs[0]
+        assert (drafted.token_ids, drafted.finish_reason) == (plain.token_ids, "stop")
+        last.add(drafted.kinds[-1])
+    assert "accepted" in last
+    for seed in range(20):
+        ending = TableDrafter(lambda seen: [0.0] * 7 + [1.0] + [0.0] * 4)
+        asked = SamplingParams(max_tokens=200, verification="block", seed=seed)
+        assert generate(asked, ending, backend()).outputs[0].finish_reason == "stop"
+
+
+def test_fail_ends_everybody_and_leaves_a_working_engine() -> None:
+    engine = Engine(toy(), LookupDrafter(), max_seqs=2)
+    ids = [engine.add(PROMPT, SamplingParams(max_tokens=30, seed=i)) for i in range(3)]
+    engine.step()
+    chunks = engine.fail(BackendError("the cable"))
+    assert sorted(c.request_id for c in chunks) == ids
+    assert all(c.finish_reason == "error" for c in chunks)
+    request_id = engine.add(PROMPT, SamplingParams(max_tokens=30, seed=0))
+    assert run(engine)[request_id].outputs[0].token_ids == plain_tokens(30, seed=0)
 
 
 def test_a_rollback_that_fails_is_a_typed_error() -> None:

@@ -12,11 +12,13 @@ import pytest
 
 from paceline import LLM, PacelineError, SamplingParams
 from paceline.backend.toy import ToyBackend
-from paceline.draft import LookupDrafter, NoDrafter
+from paceline.draft import LookupDrafter, ModelDrafter, NoDrafter
 from paceline.errors import (
+    BackendError,
     InvalidInput,
     InvalidParams,
     InvalidPrompt,
+    InvariantError,
     ModelNotFound,
     UnsupportedOption,
     VocabularyMismatch,
@@ -199,3 +201,141 @@ def test_close_is_idempotent() -> None:
     with LLM("toy") as llm:
         llm.generate("a", SHORT)
     llm.close()
+
+
+def test_a_stream_collected_within_a_step_touches_nobody(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector runs __del__ at any moment, also inside the step of somebody else's request."""
+    expected = llm.generate("xyz", SHORT)[0].outputs[0].token_ids
+    streams = [llm.stream("abc", SamplingParams(max_tokens=500, ignore_eos=True))]
+    next(streams[0])
+    forward = llm.backend.forward
+
+    def collecting(batch: Any) -> Any:
+        streams.clear()
+        gc.collect()
+        rows = forward(batch)
+        gc.collect()
+        return rows
+
+    monkeypatch.setattr(llm.backend, "forward", collecting)
+    assert llm.generate("xyz", SHORT)[0].outputs[0].token_ids == expected
+    llm.generate("xyz", SHORT)
+    assert in_use(llm) == 0
+
+
+def test_a_request_that_vanished_is_an_error_not_a_hang(llm: LLM) -> None:
+    stream = llm.stream("abc", SHORT)
+    llm.engine.cancel(stream.request_id)
+    with pytest.raises(InvariantError, match=f"request {stream.request_id}"):
+        next(stream)
+
+
+def test_two_llms_on_one_backend_end_with_typed_errors() -> None:
+    """What one LLM holds the other cannot have; nobody hangs and nothing leaks."""
+    backend = ToyBackend(max_seqs=1)
+    a, b = LLM(backend), LLM(backend)
+    stream = a.stream("abc", SamplingParams(max_tokens=50, ignore_eos=True))
+    next(stream)
+    out = b.generate("abc", SHORT)[0].outputs[0]
+    assert isinstance(out.error, BackendError)
+    stream.close()
+    assert b.generate("abc", SHORT)[0].outputs[0].finish_reason == "length"
+    assert backend.slots_in_use == 0
+
+
+def test_an_interrupted_step_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = llm.stream("abc", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(other)
+    forward = llm.backend.forward
+
+    def interrupted(batch: Any) -> Any:
+        forward(batch)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.backend, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("xyz", SHORT)
+    last = list(other)[-1]
+    assert last.finish_reason == "error"
+    assert last.output is not None
+    assert "KeyboardInterrupt" in str(last.output.outputs[0].error)
+    assert in_use(llm) == 0
+    assert llm.generate("xyz", SHORT)[0].outputs[0].finish_reason == "length"
+
+
+def test_closing_ends_what_is_open(llm: LLM) -> None:
+    stream = llm.stream("abc", SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    llm.close()
+    last = list(stream)[-1]
+    assert last.output is not None
+    assert "was closed" in str(last.output.outputs[0].error)
+    with pytest.raises(InvalidInput, match="is closed"):
+        llm.generate("abc", SHORT)
+
+
+class Closing(ToyBackend):
+    """Remembers whether it was closed."""
+
+    closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_only_what_was_opened_here_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = Closing()
+    opened: list[Closing] = []
+
+    def open_one(*_: Any, **sizes: Any) -> Closing:
+        opened.append(Closing(max_step_tokens=512))
+        return opened[-1]
+
+    monkeypatch.setattr("paceline.llm.open_backend", open_one)
+    with LLM(mine, drafter="model:any"):
+        pass
+    assert not mine.closed
+    assert [b.closed for b in opened] == [True]
+    with pytest.raises(InvalidParams, match="max_seqs = 99"):
+        LLM("any", drafter="model:any", max_seqs=99)
+    assert [b.closed for b in opened] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"max_len": 7}, {"n_threads": 3}, {"max_step_tokens": 64}, {"backend": "toy"}],
+    ids=lambda o: next(iter(o)),
+)
+def test_an_open_backend_is_as_it_is(options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParams, match=next(iter(options))):
+        LLM(ToyBackend(), **options)
+    assert LLM(ToyBackend(max_seqs=4)).engine.max_seqs == 4
+    assert LLM(ToyBackend(max_seqs=4), max_seqs=2).engine.max_seqs == 2
+
+
+def test_what_is_neither_model_nor_drafter() -> None:
+    with pytest.raises(InvalidParams, match="model = 5"):
+        LLM(5)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParams, match="drafter = None"):
+        LLM("toy", drafter=None)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParams, match="lokup"), warnings.catch_warnings():
+        LLM(ToyBackend(can_truncate=False), drafter="lokup")
+    with pytest.raises(UnsupportedOption, match="n_threads = 3"):
+        LLM("toy", n_threads=3)
+    with pytest.raises(InvalidPrompt, match="prompt = 5"):
+        LLM("toy").stream(5)  # type: ignore[arg-type]
+
+
+def test_a_draft_model_with_a_shorter_context_stops_drafting_there() -> None:
+    """exllamav2#274, vllm#42533: past its own context the drafter proposes nothing, and nothing breaks."""
+    params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
+    plain = LLM("toy").generate("abc", params)[0].outputs[0].token_ids
+    target = ToyBackend()
+    drafter = ModelDrafter(ToyBackend(max_len=20, kv_tokens=40), "model:small", target)
+    llm = LLM(target, drafter=drafter)
+    for out in llm.generate(["abc"] * 6, params):
+        assert out.outputs[0].finish_reason == "length"
+        assert out.outputs[0].token_ids == plain
+    assert out.speculation.drafted > 0
+    drafter.check()

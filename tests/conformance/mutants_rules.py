@@ -207,7 +207,7 @@ def _(patch: Patch) -> None:
     "no fallback for an empty residual", "p = q and a coin at the very top: nothing is left to draw from", "rounding"
 )
 def _(patch: Patch) -> None:
-    edit(patch, recovered, ("if not weights.sum() > 0.0:", "if False:"))
+    edit(patch, recovered, ("if weights.sum() == 0.0:", "if False:"))
 
 
 # --- block --------------------------------------------------------------------------------------------

@@ -1,16 +1,15 @@
-"""Chat templates: the dialect that published models expect, and a sandbox that ends."""
+"""Chat templates: the dialect that published models expect, and what the sandbox keeps from them."""
 
 from __future__ import annotations
 
 import re
-import time
 from datetime import datetime
 from typing import Any
 
 import pytest
 
 from paceline.errors import InvalidInput, PacelineError, UnsupportedOption
-from paceline.text.chat import MAX_STEPS, MAX_TEXT, render
+from paceline.text.chat import render
 
 USER = [{"role": "user", "content": "Hi"}]
 TALK = [
@@ -48,6 +47,107 @@ def test_an_instruct_template_with_its_own_checks() -> None:
     assert render(template, TALK, bos="<s>", eos="</s>") == "<s>[INST] Hi [/INST] Hello.</s>[INST] Bye [/INST]"
     with pytest.raises(InvalidInput, match="refuses the conversation: roles must alternate"):
         render(template, TALK[1:], bos="<s>", eos="</s>")
+
+
+LLAMA_3 = """{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system_message = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system_message = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\n\n' }}
+{%- if tools is not none and tools is defined %}
+    {{- 'Environment: ipython\n' }}
+{%- endif %}
+{{- 'Today: ' + (date_string if date_string is defined else strftime_now('%d %b %Y')) + '\n\n' }}
+{{- system_message }}{{- '<|eot_id|>' }}
+{%- for message in messages %}
+    {%- if 'tool_calls' in message %}
+        {%- for call in message.tool_calls %}
+            {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+            {{- {'name': call.name, 'parameters': call.arguments} | tojson }}{{- '<|eot_id|>' }}
+        {%- endfor %}
+    {%- else %}
+        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'
+            + message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}
+{%- endif %}
+"""
+
+
+def test_the_shape_of_llama_3() -> None:
+    def turn(role: str, text: str) -> str:
+        return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>"
+
+    opened = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    extra = {"date_string": "1 Jan 2026", "tools": None}
+    assert render(LLAMA_3, TALK[:2], bos="<b>", extra=extra) == (
+        "<b>" + turn("system", "Today: 1 Jan 2026\n\nBe brief.") + turn("user", "Hi") + opened
+    )
+    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": "\u00e9<"}}]}
+    text = render(LLAMA_3, [*USER, called], extra={"tools": []})
+    assert "Environment: ipython\nToday: " in text
+    assert turn("assistant", '{"name": "f", "parameters": {"x": "\u00e9<"}}') in text
+
+
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}{% endif %}
+{% for message in messages %}
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+
+def test_the_shape_of_gemma() -> None:
+    assert render(GEMMA, TALK[1:], bos="<bos>") == (
+        "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nHello.<end_of_turn>\n"
+        "<start_of_turn>user\nBye<end_of_turn>\n<start_of_turn>model\n"
+    )
+    with pytest.raises(InvalidInput, match="refuses the conversation: System role not supported"):
+        render(GEMMA, TALK)
+    with pytest.raises(InvalidInput, match="refuses the conversation: Conversation roles must alternate"):
+        render(GEMMA, USER * 2)
+
+
+MISTRAL = """{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set turns = messages %}
+{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- for m in turns if m.role in ('user', 'assistant') %}
+    {%- if (m.role == 'user') != (ns.index % 2 == 0) %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {%- set ns.index = ns.index + 1 %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in turns %}
+    {%- if m.role == 'user' %}
+        {{- '[INST] ' ~ (system ~ '\n\n' if loop.last and system is defined else '') ~ m.content ~ '[/INST]' }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' ~ m.content | trim ~ eos_token }}
+    {%- else %}
+        {{- raise_exception('no role ' ~ m.role) }}
+    {%- endif %}
+{%- endfor %}"""
+
+
+def test_the_shape_of_mistral() -> None:
+    assert render(MISTRAL, TALK, bos="<s>", eos="</s>") == (
+        "<s>[INST] Hi[/INST] Hello.</s>[INST] Be brief.\n\nBye[/INST]"
+    )
+    with pytest.raises(InvalidInput, match="refuses the conversation: roles must alternate"):
+        render(MISTRAL, USER * 2)
+    with pytest.raises(InvalidInput, match="refuses the conversation: no role tool"):
+        render(MISTRAL, [*USER, {"role": "tool", "content": "7"}])
 
 
 @pytest.mark.parametrize(
@@ -132,6 +232,10 @@ def test_malformed_messages(messages: Any, error: type[Exception], message: str)
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__ }}",
         "{{ strftime_now.__globals__['os'] }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{{ (messages | map('attr', '__class__') | list)[0].__mro__ }}",
+        "{{ '{0.__globals__[os]}'.format(raise_exception) }}",
+        "{{ '{x.__class__.__mro__}'.format_map({'x': 1}) }}",
         "{{ '{0.__class__.__mro__}'.format('') }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'system'}) }}",
@@ -143,7 +247,7 @@ def test_malformed_messages(messages: Any, error: type[Exception], message: str)
     ],
 )
 def test_the_sandbox_holds(template: str) -> None:
-    with pytest.raises(UnsupportedOption, match=r"the model's chat template (is not safe|cannot be read)"):
+    with pytest.raises(UnsupportedOption, match="the model's chat template reaches outside its sandbox: "):
         render(template, USER)
 
 
@@ -162,70 +266,28 @@ def test_attributes_that_the_sandbox_hides_are_undefined(expression: str) -> Non
     assert render("{{ '{0.__class__}'.format(1) }}", USER) == ""
 
 
-GROW = "{% set ns = namespace(s='aaaaaaaa') %}{% for i in range(80) %}{% set ns.s = STEP %}{% endfor %}{{ ns.s }}"
-
-
 @pytest.mark.parametrize(
     "template",
     [
         "{% for i in range(10**9) %}x{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
-        "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for a in [1] recursive %}{{ loop(range(99999)) }}{% endfor %}",
-        "{% set r = range(9999)|list %}{% for a in r recursive %}{{ '' if loop.depth0 else loop(r) }}{% endfor %}",
         "{{ range(2**70) }}",
-        "{{ 'a' * 10**10 }}",
-        "{{ 10**10 * 'a' }}",
-        "{{ [[1] * 9999] * 9999 }}",
-        "{{ 7 ** 99999999 }}",
-        "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
-        "{{ 'x'.center(10**10) }}",
-        "{{ 'x'.ljust(10**10) }}",
-        "{{ '%010000000000d' % 1 }}",
-        "{{ '%010000000000d' | format(1) }}",
-        "{{ '{:>10000000000}'.format('x') }}",
-        "{{ 'x' | indent(10**9, true) }}",
-        "{{ [1] | tojson(indent=10**9) }}",
-        "{{ strftime_now('%1000000000Y') }}",
-        GROW.replace("STEP", "ns.s ~ ns.s"),
-        GROW.replace("STEP", "ns.s + ns.s"),
-        GROW.replace("STEP", "ns.s.replace('a', 'aa')"),
-        GROW.replace("STEP", "ns.s | replace('a', 'aa')"),
-        GROW.replace("STEP", "[ns.s, ns.s] | join(ns.s)"),
-        GROW.replace("STEP", "ns.s.join([ns.s, ns.s])"),
-        GROW.replace("STEP", "'{0}{0}'.format(ns.s)"),
-        GROW.replace("STEP", "'%s%s' % (ns.s, ns.s)"),
-        GROW.replace("STEP", "'%s%s' | format(ns.s, ns.s)"),
-        GROW.replace("STEP", "[ns.s, ns.s]"),
-        GROW.replace("STEP", "[ns.s, ns.s]").replace("{{ ns.s }}", "{{ ns.s | tojson }}"),
-        GROW.replace("STEP", "[ns.s, ns.s]").replace("{{ ns.s }}", "{{ ns.s | string | length }}"),
-        "{% set n = namespace(s='a') %}{% for i in range(80) %}{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n) }}{% endmacro %}{{ f(1) }}",
+        "{{ 'a' * 10**18 }}",
+        "{{ 'a' * 10**30 }}",
+        "{% set n = 10**18 %}{{ 'x'.center(n) }}",
     ],
-)  # fmt: skip
-def test_a_template_that_does_not_end_or_grows_without_end(template: str) -> None:
-    start = time.perf_counter()
-    with pytest.raises(UnsupportedOption, match=r"the model's chat template (is not safe to run|does not end)"):
+)
+def test_a_template_that_runs_out_of_range_stack_or_memory(template: str) -> None:
+    with pytest.raises(UnsupportedOption, match="the model's chat template runs away: "):
         render(template, USER)
-    assert time.perf_counter() - start < 20
 
 
-def test_the_limits_leave_room_for_long_conversations() -> None:
-    """A thousand turns of a thousand characters, with a template that builds its text piece by piece."""
+def test_a_long_conversation() -> None:
+    """A thousand turns of a thousand characters."""
     talk = [{"role": role, "content": "x" * 1000} for role in ("user", "assistant")] * 500
-    piecewise = (
-        "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = m.role ~ ': ' ~ m.content %}"
-        "{{ ns.s | trim }}\n{% endfor %}"
-    )
-    assert render(piecewise, talk).count("\n") == 1000
-    assert len(render(CHATML, talk)) > 1_000_000
-    assert MAX_STEPS >= 100_000
-    assert MAX_TEXT >= 2**26
-
-
-def test_one_rendering_does_not_spend_the_next_ones_budget() -> None:
-    for _ in range(5):
-        assert len(render(f"{{% for i in range({MAX_STEPS // 3}) %}}x{{% endfor %}}", USER)) == MAX_STEPS // 3
+    text = render(CHATML, talk)
+    assert text.count("<|im_end|>") == 1001
+    assert len(text) > 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -235,6 +297,7 @@ def test_one_rendering_does_not_spend_the_next_ones_budget() -> None:
         ("a\n{{ 'x' | nosuch }}", "at line 2"),
         ("{{ x", "at line 1"),
         ("{{" + "(" * 9999, ""),
+        ("{{ 10**9999 }}", ""),  # folded while it is compiled, and too long to print
     ],
 )
 def test_a_template_that_cannot_be_read(template: str, where: str) -> None:
@@ -243,17 +306,22 @@ def test_a_template_that_cannot_be_read(template: str, where: str) -> None:
 
 
 def test_a_template_of_absurd_size() -> None:
-    with pytest.raises(UnsupportedOption, match="has 1048577 characters; at most 1048576"):
-        render("x" * (2**20 + 1), USER)
+    with pytest.raises(UnsupportedOption, match="has 262145 characters; at most 262144"):
+        render("x" * (2**18 + 1), USER)
 
 
-@pytest.mark.parametrize("template", ["{{ x.y.z }}", "{{ 1 / 0 }}", "{{ messages[0].content.foo() }}", "{{ 1 + 'a' }}"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ x.y.z }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.foo() }}",
+        "{{ 1 + 'a' }}",
+        "{{ missing | tojson }}",
+        "{{ 1 | tojson(cls=namespace) }}",
+    ],
+)
 def test_a_template_that_fails_on_these_messages(template: str) -> None:
     with pytest.raises(InvalidInput, match=re.escape("the model's chat template fails on these messages: ")) as caught:
         render(template, USER)
     assert isinstance(caught.value, PacelineError)
-
-
-def test_a_template_cannot_shadow_the_counters() -> None:
-    template = "{% set counted = 1 %}{% set joined = 2 %}{% for i in [1, 2] %}{{ i ~ '.' }}{% endfor %}"
-    assert render(template, USER) == "1.2."

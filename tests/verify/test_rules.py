@@ -294,7 +294,7 @@ def test_residual_in_every_form(form_p: Any, form_q: Any, scale: float) -> None:
 @pytest.mark.parametrize("form", [dense, sparse], ids=["dense", "sparse"])
 def test_a_drafter_may_lack_tokens_or_have_more(rule: Rule, form: Any) -> None:
     p = np.array([[0.2, 0.3, 0.1, 0.4], [0.25, 0.25, 0.25, 0.25]])
-    for narrow, padded in (([0.5, 0.5], [0.5, 0.5, 0, 0]), ([0.4, 0, 0.3, 0, 0.2, 0.1], [0.4, 0, 0.3, 0])):
+    for narrow, padded in (([0.5, 0.5], [0.5, 0.5, 0, 0]), ([0.4, 0, 0.6, 0, 0, 0], [0.4, 0, 0.6, 0])):
         for x in np.flatnonzero(padded):
             for u in (0.0, 0.3, 0.6, 0.9):
                 same = [
@@ -303,6 +303,22 @@ def test_a_drafter_may_lack_tokens_or_have_more(rule: Rule, form: Any) -> None:
                 ]
                 assert same[0] == same[1]
                 assert all(t < 4 for t in same[0].tokens)
+
+
+@RATIO_RULES
+@pytest.mark.parametrize("form", [dense, sparse], ids=["dense", "sparse"])
+def test_mass_on_tokens_that_the_target_lacks_is_refused(rule: Rule, form: Any) -> None:
+    """Dropping it would be silent and wrong: what is left of q is not what drafts were drawn from."""
+    q = form(np.array([0.3, 0.3, 0.4]))
+    with pytest.raises(DrafterError, match="mass to tokens from 2 on"):
+        rule(np.array([[0.9, 0.1], [0.5, 0.5]]), Proposal.sampled([0], [q]), FixedDraws(0.5), POSITION)
+
+
+@RATIO_RULES
+def test_nan_in_q_is_an_error_at_the_latest_when_something_is_drawn(rule: Rule) -> None:
+    q = Distribution(np.array([0.6, np.nan]), 2)
+    with pytest.raises(InvalidDistribution):
+        rule(np.array([[0.3, 0.7], [0.5, 0.5]]), Proposal.sampled([0], [q]), KeyedDraws(1, 3), 3)
 
 
 # --- refusals -----------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import numpy as np
 from numba import njit, uint64
 from numpy.typing import NDArray
 
-from ..errors import BackendError, InvalidParams, InvalidPrompt, InvariantError, RollbackError
+from ..errors import BackendError, InvalidPrompt, InvariantError, RollbackError
+from ..params import integer
 from ..text.chat import render
 from ..types import BackendInfo, FloatArray, IntArray, Segment
 
@@ -87,8 +88,7 @@ class ToyBackend:
         nan_when: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
         for name, value in (("vocab_size", vocab_size), ("max_len", max_len), ("max_seqs", max_seqs)):
-            if value < 1:
-                raise InvalidParams(f"toy model: {name} = {value}; allowed: 1 or more")
+            integer(name, value, 1)
         stops = frozenset((vocab_size - 1,) if stop_ids is None else stop_ids)
         self.info = BackendInfo(
             name="toy",
@@ -220,6 +220,9 @@ class ToyBackend:
             raise BackendError(f"toy forward of {width} tokens; at most {self.info.max_step_tokens} fit a step")
         if len({s.slot for s in batch}) != len(batch):
             raise BackendError(f"toy forward names a slot twice: {[s.slot for s in batch]}")
+        held = sum(self._length[slot] for slot in set(range(self.info.max_slots)) - set(self._free))
+        if held + width > self.info.kv_tokens:
+            raise BackendError(f"toy model holds {held} tokens; {width} more exceed kv_tokens = {self.info.kv_tokens}")
         for s in batch:
             self._must_hold(s.slot)
             if s.start != self._length[s.slot]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from ..errors import InvalidParams, InvariantError, PacelineError
+from ..errors import InvariantError, PacelineError
+from ..params import integer
 from ..types import DraftContext, Proposal
 
 __all__ = ["LookupDrafter"]
@@ -35,11 +36,8 @@ class LookupDrafter:
     name = "lookup"
 
     def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
-        if isinstance(min_ngram, bool) or not isinstance(min_ngram, int) or min_ngram < 1:
-            raise InvalidParams(f"min_ngram = {min_ngram!r}; allowed: a whole number, 1 or more")
-        if isinstance(max_ngram, bool) or not isinstance(max_ngram, int) or max_ngram < min_ngram:
-            raise InvalidParams(f"max_ngram = {max_ngram!r}; allowed: a whole number, min_ngram = {min_ngram} or more")
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.min_ngram = integer("min_ngram", min_ngram, 1)
+        self.max_ngram = integer("max_ngram", max_ngram, self.min_ngram)
         self._histories: dict[int, _History] = {}
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:

@@ -58,7 +58,8 @@ class ModelDrafter:
         self._unreadable: set[int] = set()
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
-        """Up to budgets[i] drafts for contexts[i]; fewer where the draft model's own context ends.
+        """Up to budgets[i] drafts for contexts[i]; fewer where the draft model's own context ends, none where
+        its KV memory is taken by the others.
 
         A bad row, or a failed forward or rollback, is an error in the list for those it concerns.
         """
@@ -116,10 +117,27 @@ class ModelDrafter:
         """Drafts that fit the draft model's context. The last draft is never forwarded: hence the 1."""
         return self.backend.info.max_len - len(context.tokens) + 1
 
+    def _reserve(self, context: DraftContext, length: int) -> bool:
+        """Whether this request may hold `length` tokens beside what the others have reserved."""
+        others = sum(m.reserved for request_id, m in self._memories.items() if request_id != context.request_id)
+        if others + length > self.backend.info.kv_tokens:
+            return False
+        memory = self._memories.get(context.request_id)
+        if memory is not None:
+            memory.reserved = length
+        return True
+
     def _begin(self, job: _Job) -> None:
         """Bring the request's memory back to what is committed, or answer at once with nothing."""
         context, n = job.context, job.num_committed
-        if job.budget <= 0 or context.request_id in self._unreadable:
+        if context.request_id in self._unreadable:
+            job.finish()
+            return
+        if self._room(context) <= 0 or not self._reserve(context, n + max(0, job.budget - 1)):
+            self.release(context.request_id)  # others can use what it held
+            job.finish()
+            return
+        if job.budget <= 0:
             job.finish()
             return
         memory = self._memories.get(context.request_id)
@@ -130,7 +148,7 @@ class ModelDrafter:
             job.finish()
             return
         if memory is None:
-            memory = self._memories[context.request_id] = _Memory(self.backend.acquire())
+            memory = self._memories[context.request_id] = _Memory(self.backend.acquire(), n + job.budget - 1)
         job.memory = memory
         self._rewind(memory, context)
         if context.params.has_penalties:
@@ -159,8 +177,8 @@ class ModelDrafter:
         memory.agreed = keep
 
     def _advance(self, active: Sequence[_Job]) -> None:
-        """One forward, shared by as many as fit; those who need fewest tokens come first, so that
-        drafting does not wait for somebody's prompt."""
+        """One forward, shared by as many as fit; those who need fewest tokens come first.
+        A step waits for all of them: a long prompt that the draft model has not read yet delays the others once."""
         batch: list[tuple[_Job, Segment]] = []
         room = self.backend.info.max_step_tokens
         for job in sorted(active, key=lambda job: job.missing):
@@ -220,11 +238,13 @@ class ModelDrafter:
 class _Memory:
     """What the draft model holds of one request.
 
-    cached: the tokens in the slot. agreed: how many of them, from the start, are known to be committed;
-    they are never compared again. counts: penalties' counts of the first `counted` committed tokens.
+    reserved: KV tokens it may come to. cached: the tokens in the slot. agreed: how many of them, from the
+    start, are known to be committed; they are never compared again. counts: penalties' counts of the
+    first `counted` committed tokens.
     """
 
     slot: int
+    reserved: int
     cached: list[int] = field(default_factory=list)
     agreed: int = 0
     counts: TokenCounts | None = None

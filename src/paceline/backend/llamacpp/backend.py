@@ -40,9 +40,10 @@ class LlamaCppBackend:
     """Run a GGUF model. Implements Backend; use it from one thread at a time.
 
     path: the file. max_seqs: slots, 1..256. max_len: tokens one slot may hold (default: what the model was
-    trained for, at most 4,096). kv_tokens: tokens all slots together may hold, forks counted once (default:
-    max_len * min(max_seqs, 4)). max_step_tokens: tokens in one forward (default: 512). n_threads: default the
-    physical cores this process may use. progress(description, bytes done, bytes in all) follows the loading.
+    trained for, at most 4,096). clip_max_len: max_len is only an upper bound, so more than the model was trained for
+    is no error. kv_tokens: tokens all slots together may hold, forks counted once (default: max_len * min(max_seqs,
+    4)). max_step_tokens: tokens in one forward (default: 1,024, or kv_tokens where that is less). n_threads: default
+    the physical cores this process may use. progress(description, bytes done, bytes in all) follows the loading.
 
     Raises ModelNotFound or ModelFormatError for a file that cannot be used, by name and with llama.cpp's own words;
     InvalidParams for a number out of range; UnsupportedOption where llama-cpp-python is missing.
@@ -57,9 +58,10 @@ class LlamaCppBackend:
         n_threads: int | None = None,
         max_step_tokens: int | None = None,
         kv_tokens: int | None = None,
+        clip_max_len: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        wanted = Wishes(max_seqs, max_len, n_threads, max_step_tokens, kv_tokens)
+        wanted = Wishes(max_seqs, max_len, n_threads, max_step_tokens, kv_tokens, clip_max_len)
         self._model, self.info, self._window = load(Path(path), wanted, progress)
         self._native = self._model.native
         self.tokenizer = LlamaCppTokenizer(self._model)

@@ -22,6 +22,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 CHUNK = 1 << 22
 MAX_DIMS = 4
+# The largest vocabularies take some 20 MiB. A sparse file can claim a string of many gigabytes, and have it.
+MAX_HEAD = 1 << 27
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 VOCABULARY = "tokenizer.ggml.tokens"
@@ -207,11 +209,14 @@ class _Reader:
         return name, offset + elements // block * size
 
     def _string(self) -> str:
+        return self._bytes().decode("utf-8", "replace")
+
+    def _bytes(self) -> bytes:
         length = int(self._scalar("<Q"))
         self._need(length)
         raw = self.data[self.pos : self.pos + length]
         self.pos += length
-        return raw.decode("utf-8", "replace")
+        return raw
 
     def _skip_strings(self, count: int) -> None:
         # The vocabulary: hundreds of thousands of short strings, so this loop keeps to local names.
@@ -227,10 +232,7 @@ class _Reader:
         """llama.cpp asserts that no two tokens are spelled alike."""
         seen = set()
         for i in range(count):
-            length = int(self._scalar("<Q"))
-            self._need(length)
-            text = self.data[self.pos : self.pos + length]
-            self.pos += length
+            text = self._bytes()
             if text and text in seen:
                 raise self._malformed(f"spells token {i} like an earlier one, {text[:40]!r}")
             seen.add(text)
@@ -256,7 +258,10 @@ class _Reader:
         return True
 
     def _need(self, count: int) -> None:
-        if self.pos + count > self.size or not self._have(count):
+        end = self.pos + count
+        if MAX_HEAD < end <= self.size:
+            raise self._malformed(f"runs past the first {MAX_HEAD} bytes, and no model's does")
+        if end > self.size or not self._have(count):
             raise self._truncated()
 
     def _truncated(self) -> ModelFormatError:

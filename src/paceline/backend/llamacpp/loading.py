@@ -6,12 +6,12 @@ diffusion models, adapters, projectors, files without a vocabulary.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import InvalidParams, InvariantError, ModelFormatError
+from ...params import integer
 from ...types import BackendInfo
 from .gguf import GgufInfo, validate_gguf
 from .native import NativeModel, Progress
@@ -24,7 +24,7 @@ MAX_INT = 2**31 - 1
 MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 DEFAULT_MAX_LEN = 4096
-DEFAULT_STEP_TOKENS = 512
+DEFAULT_STEP_TOKENS = 1024  # the scheduler prefills with half of it
 NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
 NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
 FLASH_ATTENTION_AUTO = -1
@@ -50,25 +50,33 @@ class Wishes:
     n_threads: int | None
     max_step_tokens: int | None
     kv_tokens: int | None
+    clip_max_len: bool = False
 
     def settled(self, trained_len: int, path: Path) -> Limits:
         """Every number filled in and checked against the others and the model's trained context.
 
         Raises InvalidParams naming the number, its value and what is allowed.
         """
-        seqs = _within("max_seqs", self.max_seqs, 1, MAX_SEQS)
-        kv = None if self.kv_tokens is None else _within("kv_tokens", self.kv_tokens, 1, MAX_INT)
+        seqs = integer("max_seqs", self.max_seqs, 1, MAX_SEQS)
+        kv = None if self.kv_tokens is None else integer("kv_tokens", self.kv_tokens, 1, MAX_INT)
         if self.max_len is None:
             length = min(trained_len, DEFAULT_MAX_LEN, kv or MAX_INT)
         else:
-            length = _within("max_len", self.max_len, 1, trained_len, f" (what {path.name} was trained for)")
-        kv = length * min(seqs, 4) if kv is None else _within("kv_tokens", kv, length, MAX_INT, " (max_len)")
+            length = integer("max_len", self.max_len, 1, MAX_INT)
+            if self.clip_max_len:
+                length = min(length, trained_len, kv or MAX_INT)
+            elif length > trained_len:
+                raise InvalidParams(f"max_len = {length}; allowed: at most {trained_len}, what {path.name} was trained for")
+        if kv is None:
+            kv = length * min(seqs, 4)
+        elif kv < length:
+            raise InvalidParams(f"kv_tokens = {kv}; allowed: at least max_len = {length}")
         step = min(DEFAULT_STEP_TOKENS, kv)
         if self.max_step_tokens is not None:
-            step = _within("max_step_tokens", self.max_step_tokens, 1, kv, " (kv_tokens)")
-        threads = physical_cores()
-        if self.n_threads is not None:
-            threads = _within("n_threads", self.n_threads, 1, MAX_THREADS)
+            step = integer("max_step_tokens", self.max_step_tokens, 1, MAX_INT)
+            if step > kv:
+                raise InvalidParams(f"max_step_tokens = {step}; allowed: at most kv_tokens = {kv}")
+        threads = physical_cores() if self.n_threads is None else integer("n_threads", self.n_threads, 1, MAX_THREADS)
         return Limits(seqs, length, threads, step, kv)
 
 
@@ -168,13 +176,3 @@ def _describe(model: NativeModel, limits: Limits) -> BackendInfo:
         can_truncate=reason is None,
         no_speculation_reason=reason,
     )
-
-
-def _within(name: str, value: Any, low: int, high: int, why: str = "") -> int:
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or not low <= number <= high:
-        raise InvalidParams(f"{name} = {value!r}; allowed: an integer from {low} to {high}{why}")
-    return number

@@ -37,7 +37,6 @@ class LlamaCppTokenizer:
         self.eos = self._special(self._native.llama_vocab_eos(vocab))
         self._adds_bos = self.bos is not None and bool(self._native.llama_vocab_get_add_bos(vocab))
         self._pieces: list[bytes | None] = [None] * self.vocab_size
-        self._buffer = ctypes.create_string_buffer(256)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -113,12 +112,14 @@ class LlamaCppTokenizer:
         return "" if token is None else self._piece(token, special=True).decode("utf-8", "replace")
 
     def _piece(self, token: int, special: bool) -> bytes:
-        vocab = self._model.vocab
-        size = self._native.llama_token_to_piece(vocab, token, self._buffer, len(self._buffer), 0, special)
-        if size < 0:
-            self._buffer = ctypes.create_string_buffer(-size)
-            size = self._native.llama_token_to_piece(vocab, token, self._buffer, -size, 0, special)
-        return self._buffer.raw[:size]
+        # A buffer of its own for every call: threads share the tokenizer, and ctypes lets go of the GIL in between.
+        room = 64
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = self._native.llama_token_to_piece(self._model.vocab, token, buffer, room, 0, special)
+            if size >= 0:
+                return buffer.raw[:size]
+            room = -size
 
     def _known(self, token: int) -> int:
         if not 0 <= token < self.vocab_size:
