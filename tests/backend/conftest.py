@@ -19,6 +19,7 @@ TINY = {
     "llama": gguf_files.llama(),
     "draft": gguf_files.llama(seed=7),
     "spm": gguf_files.llama(vocabulary=gguf_files.spm_vocabulary()),
+    "moe": gguf_files.moe(),
     "gemma2": gguf_files.gemma2(window=8),
     "mamba": gguf_files.mamba(),
     "bert": gguf_files.bert(),

@@ -184,6 +184,24 @@ def llama(seed: int = 0, vocabulary: Metadata | None = None, context: int = 512)
     return metadata, _random(seed, shapes)
 
 
+def moe(experts: int = 4, used: int = 2, seed: int = 0) -> tuple[Metadata, Tensors]:
+    """A mixture of experts."""
+    metadata, tensors = llama(seed)
+    shapes: dict[str, Sequence[int]] = {}
+    for layer in range(LAYERS):
+        block = f"blk.{layer}.ffn_"
+        shapes |= {
+            block + "gate_inp.weight": (experts, EMBED),
+            block + "gate_exps.weight": (experts, FEED, EMBED),
+            block + "up_exps.weight": (experts, FEED, EMBED),
+            block + "down_exps.weight": (experts, EMBED, FEED),
+        }
+    dense = tuple(f"ffn_{name}.weight" for name in ("gate", "up", "down"))
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(dense)}
+    counts = {"llama.expert_count": experts, "llama.expert_used_count": used}
+    return {**metadata, **counts}, {**kept, **_random(seed + 1, shapes)}
+
+
 def gemma2(window: int, seed: int = 0, context: int = 512) -> tuple[Metadata, Tensors]:
     """A decoder whose even layers see a sliding window."""
     _, tensors = llama(seed, spm_vocabulary(), context)

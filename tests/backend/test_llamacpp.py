@@ -20,7 +20,7 @@ def test_is_a_backend_with_a_tokenizer(tiny: Open) -> None:
     assert isinstance(backend.tokenizer, Tokenizer)
     info = backend.info
     assert (info.name, info.model, info.vocab_size) == ("llamacpp", "llama.gguf", 261)
-    assert (info.max_len, info.max_slots, info.kv_tokens, info.max_step_tokens) == (256, 6, 1024, 512)
+    assert (info.max_len, info.max_slots, info.kv_tokens, info.max_step_tokens) == (256, 6, 1024, 1024)
     assert info.can_truncate
     assert info.no_speculation_reason is None
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +123,41 @@ def test_text_that_is_no_text(tiny: Open) -> None:
         tokenizer.encode("ab\ud800")
     with pytest.raises(InvalidPrompt, match="the text has 4194305 bytes; at most 4194304"):
         tokenizer.encode("a" * (2**22 + 1))
+
+
+def test_threads_do_not_read_each_others_pieces(tiny: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is cached, so one that another thread overwrote would stay wrong."""
+    tokenizer = tiny().tokenizer
+    expected = [tokenizer._piece(token, special=False) for token in range(tokenizer.vocab_size)]
+
+    class Slow:
+        """llama.cpp with a pause behind each piece, in which other threads write theirs."""
+
+        native = tokenizer._native
+
+        def llama_token_to_piece(self, *arguments: Any) -> int:
+            size = int(self.native.llama_token_to_piece(*arguments))
+            time.sleep(1e-4)
+            return size
+
+    monkeypatch.setattr(tokenizer, "_native", Slow())
+    shares = [range(first, tokenizer.vocab_size, 4) for first in range(4)]
+    threads = [threading.Thread(target=lambda ids=ids: [*map(tokenizer.token_bytes, ids)]) for ids in shares]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tokenizer._pieces == expected
+
+
+def test_a_piece_longer_than_most(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp")
+    vocabulary = gguf_files.bpe_vocabulary()
+    tokens = [*vocabulary["tokenizer.ggml.tokens"][:-1], "h" * 1000]
+    metadata = gguf_files.llama(vocabulary={**vocabulary, "tokenizer.ggml.tokens": tokens})
+    backend = LlamaCppBackend(gguf_files.write(tmp_path / "long.gguf", *metadata), max_seqs=1, n_threads=1)
+    assert backend.tokenizer.token_bytes(len(tokens) - 1) == b"h" * 1000
+    backend.close()
 
 
 def test_ids_outside_the_vocabulary(tiny: Open) -> None:

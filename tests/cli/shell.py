@@ -98,6 +98,15 @@ class Terminal:
         """What Ctrl-C does to the program in the foreground."""
         self.process.send_signal(signal.SIGINT)
 
+    def interrupt_until(self, text: str) -> None:
+        """Ctrl-C, again where it was lost: input() does not see one that comes just before it starts to wait."""
+        for _ in range(20):
+            self.interrupt()
+            self._read(lambda: text in self.seen[self._looked_at :], seconds=1.0)
+            if text in self.seen[self._looked_at :]:
+                break
+        self.wait_for(text)
+
     def wait_for(self, text: str) -> None:
         """Read until `text` was written behind what the last call waited for."""
         self._read(lambda: text in self.seen[self._looked_at :])
@@ -127,8 +136,8 @@ class Terminal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, done: Callable[[], bool]) -> None:
-        until = time.monotonic() + PATIENCE
+    def _read(self, done: Callable[[], bool], seconds: float = PATIENCE) -> None:
+        until = time.monotonic() + seconds
         while not done() and time.monotonic() < until:
             if not select.select([self.main], [], [], 0.1)[0]:
                 continue

@@ -135,8 +135,7 @@ def test_on_a_terminal() -> None:
         terminal.type("hello\n")
         terminal.wait_for("\x1b[32m")
         terminal.wait_for("> ")
-        terminal.interrupt()
-        terminal.wait_for("/quit or Ctrl-D leaves")
+        terminal.interrupt_until("/quit or Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("\x04")
         assert terminal.end() == 0

@@ -81,4 +81,4 @@ def test_a_real_model_edits_code_in_few_steps(model_path: Any) -> None:
     assert result.exit_code == 0, result.stderr
     value = json.loads(result.stdout)
     assert value["with"]["tokens_per_step"] > 4
-    assert "self.limit = limit" in value["with"]["text"]
+    assert "self.notes[:self.limit]" in value["with"]["text"]

@@ -23,10 +23,8 @@ class LookupDrafter:
     """Copies what followed the most recent earlier occurrence of the longest matching suffix.
 
     max_ngram, min_ngram: the longest and shortest suffix, in tokens, that is looked for; 1 <= min_ngram <=
-    max_ngram. The defaults are for K = 4, where a step whose guesses are all wrong costs 1.6 to 4 plain steps
-    in llama.cpp, by quantisation. A single matching token is right too rarely to pay for that, above all when
-    sampling; suffixes of up to 16 tokens instead of 3 gave 2 % more tokens per step on code edits, and no more
-    on prose.
+    max_ngram. A single matching token is right too rarely to pay for K drafts, hence the 2
+    (docs/decisions/0001-shortest-lookup-match.md).
 
     Each request has a hash index from n-gram to the place behind its last occurrence. A committed token
     costs O(max_ngram) and a proposal O(max_ngram + budget), whatever the length of the context; memory is

@@ -24,6 +24,7 @@ CHUNK = 1 << 22
 MAX_DIMS = 4
 # The largest vocabularies take some 20 MiB. A sparse file can claim a string of many gigabytes, and have it.
 MAX_HEAD = 1 << 27
+MAX_LIST = 512
 DEFAULT_ALIGNMENT = 32
 STRING, ARRAY = 8, 9
 VOCABULARY = "tokenizer.ggml.tokens"
@@ -52,7 +53,9 @@ class GgufInfo:
     """What the head of a GGUF file says.
 
     metadata: every key whose value is a scalar or a string. arrays: key -> number of entries, for the
-    others. tensors: how many. data_end: bytes the file must have for all its tensors.
+    others. lists: the values of those of at most 512 numbers, such as one for each layer. shapes: each tensor's,
+    innermost dimension first. byte_tokens: the bytes that the vocabulary has a token for, <0x00> .. <0xFF> or, in
+    ASCII, the character. data_end: bytes the file must have for all its tensors.
     """
 
     path: Path
@@ -60,8 +63,15 @@ class GgufInfo:
     size: int
     metadata: dict[str, Scalar]
     arrays: dict[str, int]
-    tensors: int
+    lists: dict[str, tuple[Scalar, ...]]
+    shapes: dict[str, tuple[int, ...]]
+    byte_tokens: frozenset[int]
     data_end: int
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors it holds."""
+        return len(self.shapes)
 
     @property
     def architecture(self) -> str:
@@ -122,15 +132,18 @@ class _Reader:
         self.data = b""
         self.pos = 0
         self.part = "header"
+        self.metadata: dict[str, Scalar] = {}
+        self.arrays: dict[str, int] = {}
+        self.lists: dict[str, tuple[Scalar, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.byte_tokens: frozenset[int] = frozenset()
 
     def info(self) -> GgufInfo:
         version, tensors, pairs = self._header()
-        metadata: dict[str, Scalar] = {}
-        arrays: dict[str, int] = {}
         for i in range(pairs):
             self.part = f"metadata (entry {i + 1} of {pairs})"
-            self._pair(metadata, arrays)
-        alignment = self._alignment(metadata)
+            self._pair()
+        alignment = self._alignment()
         extents = []
         for i in range(tensors):
             self.part = f"tensor table (entry {i + 1} of {tensors})"
@@ -143,7 +156,17 @@ class _Reader:
                 f"{self.path} is truncated: its tensors need {end} bytes and it has {self.size} "
                 f"(the data ends inside tensor {missing!r}); fetch the file again"
             )
-        return GgufInfo(self.path, version, self.size, metadata, arrays, tensors, end)
+        return GgufInfo(
+            self.path,
+            version,
+            self.size,
+            self.metadata,
+            self.arrays,
+            self.lists,
+            self.shapes,
+            self.byte_tokens,
+            end,
+        )
 
     def _header(self) -> tuple[int, int, int]:
         magic = self.data[:4] if self._have(4) else self.data
@@ -161,31 +184,36 @@ class _Reader:
             raise self._malformed(f"claims {tensors} tensors and {pairs} metadata entries")
         return version, tensors, pairs
 
-    def _pair(self, metadata: dict[str, Scalar], arrays: dict[str, int]) -> None:
+    def _pair(self) -> None:
         key = self._string()
-        if not key or key in metadata or key in arrays:
+        if not key or key in self.metadata or key in self.arrays:
             raise self._malformed(f"has {'a repeated' if key else 'an empty'} key {key!r}")
         kind = int(self._scalar("<I"))
         if kind == STRING:
-            metadata[key] = self._string()
+            self.metadata[key] = self._string()
         elif kind in SCALARS:
-            metadata[key] = self._scalar(SCALARS[kind])
+            self.metadata[key] = self._scalar(SCALARS[kind])
         elif kind == ARRAY:
-            of, count = int(self._scalar("<I")), int(self._scalar("<Q"))
-            arrays[key] = count
-            if of == STRING and key == VOCABULARY:
-                self._check_distinct(count)
-            elif of == STRING:
-                self._skip_strings(count)
-            elif of in SCALARS:
-                self._skip(count * struct.calcsize(SCALARS[of]))
-            else:
-                raise self._malformed(f"holds an array of unknown type {of} at key {key!r}")
+            self._array(key)
         else:
             raise self._malformed(f"holds a value of unknown type {kind} at key {key!r}")
 
-    def _alignment(self, metadata: dict[str, Scalar]) -> int:
-        alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    def _array(self, key: str) -> None:
+        of, count = int(self._scalar("<I")), int(self._scalar("<Q"))
+        self.arrays[key] = count
+        if of == STRING and key == VOCABULARY:
+            self._vocabulary(count)
+        elif of == STRING:
+            self._skip_strings(count)
+        elif of in SCALARS and count <= MAX_LIST:
+            self.lists[key] = tuple(self._scalar(SCALARS[of]) for _ in range(count))
+        elif of in SCALARS:
+            self._skip(count * struct.calcsize(SCALARS[of]))
+        else:
+            raise self._malformed(f"holds an array of unknown type {of} at key {key!r}")
+
+    def _alignment(self) -> int:
+        alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
             raise self._malformed(f"has general.alignment {alignment!r}, which is not a power of two")
         return alignment
@@ -197,6 +225,9 @@ class _Reader:
         if dims > MAX_DIMS:
             raise self._malformed(f"gives tensor {name!r} {dims} dimensions")
         shape = [int(self._scalar("<Q")) for _ in range(dims)]
+        if name in self.shapes:
+            raise self._malformed(f"names tensor {name!r} twice")
+        self.shapes[name] = tuple(shape)
         kind, offset = int(self._scalar("<I")), int(self._scalar("<Q"))
         if kind not in TENSOR_TYPES:
             raise self._malformed(f"gives tensor {name!r} the unknown type {kind}")
@@ -228,7 +259,7 @@ class _Reader:
             if self.pos > self.size:
                 raise self._truncated()
 
-    def _check_distinct(self, count: int) -> None:
+    def _vocabulary(self, count: int) -> None:
         """llama.cpp asserts that no two tokens are spelled alike."""
         seen = set()
         for i in range(count):
@@ -236,6 +267,8 @@ class _Reader:
             if text and text in seen:
                 raise self._malformed(f"spells token {i} like an earlier one, {text[:40]!r}")
             seen.add(text)
+        spelled = ((byte, f"<0x{byte:02X}>".encode(), bytes((byte,))) for byte in range(256))
+        self.byte_tokens = frozenset(b for b, name, char in spelled if name in seen or (0 < b < 128 and char in seen))
 
     def _skip(self, count: int) -> None:
         self.pos += count

@@ -15,17 +15,18 @@ from ...params import integer
 from ...types import BackendInfo
 from .gguf import GgufInfo, validate_gguf
 from .native import NativeModel, Progress
+from .refusals import refuse
 from .threads import physical_cores
+from .tokenizer import LlamaCppTokenizer
 
 __all__ = ["Limits", "Wishes", "load"]
 
 MAX_SEQS = 256  # LLAMA_MAX_SEQ of llama.cpp
 MAX_INT = 2**31 - 1
-MAX_LAYERS = 512  # LLAMA_MAX_LAYERS
 MAX_THREADS = 512  # GGML_MAX_N_THREADS
 DEFAULT_MAX_LEN = 4096
 DEFAULT_STEP_TOKENS = 1024  # the scheduler prefills with half of it
-NO_VOCABULARY = 0  # LLAMA_VOCAB_TYPE_NONE
+NO_VOCABULARY, RWKV = 0, 5  # LLAMA_VOCAB_TYPE_NONE, _RWKV
 NO_POOLING = 0  # LLAMA_POOLING_TYPE_NONE
 FLASH_ATTENTION_AUTO = -1
 
@@ -66,7 +67,9 @@ class Wishes:
             if self.clip_max_len:
                 length = min(length, trained_len, kv or MAX_INT)
             elif length > trained_len:
-                raise InvalidParams(f"max_len = {length}; allowed: at most {trained_len}, what {path.name} was trained for")
+                raise InvalidParams(
+                    f"max_len = {length}; allowed: at most {trained_len}, what {path.name} was trained for"
+                )
         if kv is None:
             kv = length * min(seqs, 4)
         elif kv < length:
@@ -92,6 +95,7 @@ def load(path: Path, wanted: Wishes, progress: Progress | None) -> tuple[NativeM
         limits = wanted.settled(trained, path)
         model.make_context(_context_params(model.native, limits))
         _refuse_context(model)
+        _refuse_tokenizer(model)
         return model, _describe(model, limits), int(model.native.llama_model_n_swa(model.model))
     except BaseException:
         model.close()
@@ -102,18 +106,14 @@ def _refuse_file(info: GgufInfo) -> None:
     kind = str(info.metadata.get("general.type", "model"))
     if kind != "model":
         raise ModelFormatError(f"{info.path} holds a {kind!r}, not a model; give the model's own file")
-    if not info.architecture:
-        raise ModelFormatError(f"{info.path} does not name its architecture (general.architecture)")
     if not info.tensors:
         raise ModelFormatError(f"{info.path} holds no weights, only metadata")
-    # llama.cpp asserts on these instead of refusing them.
-    for key, most in (("block_count", MAX_LAYERS), ("embedding_length", MAX_INT), ("context_length", MAX_INT)):
-        value = info.metadata.get(f"{info.architecture}.{key}")
-        if value is not None and (not isinstance(value, int) or not 0 < value <= most):
-            raise ModelFormatError(f"{info.path}: {info.architecture}.{key} = {value!r} is not in 1 .. {most}")
-    for key, value in info.metadata.items():
-        if key.endswith("_epsilon") and not (isinstance(value, float) and 0 <= value < 1):
-            raise ModelFormatError(f"{info.path}: {key} = {value!r} is not a small number")
+    if info.metadata.get("tokenizer.ggml.model") == "bert":
+        raise ModelFormatError(
+            f"{info.path} is an embedding model, by its vocabulary; "
+            "only models that write text from left to right can be used"
+        )
+    refuse(info)
 
 
 def _refuse_model(model: NativeModel) -> None:
@@ -127,6 +127,17 @@ def _refuse_model(model: NativeModel) -> None:
     ):
         if is_so:
             raise ModelFormatError(f"{model.path} {what}; only models that write text from left to right can be used")
+
+
+def _refuse_tokenizer(model: NativeModel) -> None:
+    """llama.cpp's tokeniser for RWKV never ends at a byte that begins a token and is none."""
+    if model.native.llama_vocab_type(model.vocab) != RWKV:
+        return
+    tokenizer = LlamaCppTokenizer(model)
+    pieces = {tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)}
+    missing = sum(bytes((byte,)) not in pieces for byte in range(256))
+    if missing:
+        raise ModelFormatError(f"{model.path}: its RWKV vocabulary lacks {missing} of the 256 bytes")
 
 
 def _refuse_context(model: NativeModel) -> None:

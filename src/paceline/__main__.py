@@ -1,0 +1,5 @@
+"""python -m paceline"""
+
+from .cli import main
+
+main()
