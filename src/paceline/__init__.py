@@ -1,8 +1,8 @@
 """Paceline: lossless speculative decoding.
 
-    from paceline import LLM, SamplingParams
-    llm = LLM("smollm2", drafter="lookup")
-    print(llm.generate("Once upon a time", SamplingParams(temperature=0.7, seed=1))[0].outputs[0].text)
+from paceline import LLM, SamplingParams
+llm = LLM("smollm2", drafter="lookup")
+print(llm.generate("Once upon a time", SamplingParams(temperature=0.7, seed=1))[0].outputs[0].text)
 """
 
 from typing import TYPE_CHECKING, Any

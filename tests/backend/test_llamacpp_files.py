@@ -340,6 +340,11 @@ FATAL: dict[str, tuple[str, dict[str, Any], str]] = {
     "too many experts": ("llama", {"llama.expert_count": 10_000}, "llama.expert_count = 10000 is not in 0 .. 512"),
     "no experts used": ("llama", {"llama.expert_count": 4}, "llama.expert_used_count = 0 is not in 1 .. 4"),
     "experts by layer": ("llama", {"llama.expert_used_count": [0, 2]}, "llama.expert_used_count = 2 is not in 1 .. 0"),
+    "experts in one layer": (
+        "moe",
+        {"llama.expert_used_count": [2, 0]},
+        "layer 1 chooses among experts, and uses none",
+    ),
     "expert groups": ("moe", {"llama.expert_group_count": 3}, "llama.expert_group_count = 3, of which 0 are used"),
     "groups without experts": ("llama", {"llama.expert_group_count": 1}, "does not fit 0 experts"),
     "prediction layers": ("llama", {"llama.nextn_predict_layers": 3}, "nextn_predict_layers = 3 is more than its 2"),

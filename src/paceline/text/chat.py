@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 from jinja2 import DictLoader, Template, nodes
-from jinja2.exceptions import SecurityError, TemplateError, TemplateNotFound
+from jinja2.exceptions import SecurityError, TemplateError, TemplateNotFound, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -146,6 +146,5 @@ def _compiled(source: str) -> Template:
     try:
         return sandbox.from_string(source)
     except Exception as error:  # also what the parser's recursion or a folded constant may raise
-        line = getattr(error, "lineno", None)
-        where = f" at line {line}" if line else ""
+        where = f" at line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise UnsupportedOption(f"the model's chat template cannot be read{where}: {error}") from None

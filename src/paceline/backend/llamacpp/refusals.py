@@ -80,6 +80,9 @@ def _experts(model: _Hyperparameters) -> Iterator[str]:
         yield f"{model.prefix}expert_count = {experts} is not in 0 .. {MAX_EXPERTS}"
     if not (0 < used <= experts or experts == used == 0):
         yield f"{model.prefix}expert_used_count = {used} is not in 1 .. {experts}, its number of experts"
+    for layer, count in enumerate(model.each("expert_used_count")):
+        if not count and f"blk.{layer}.ffn_gate_inp.weight" in model.info.shapes:
+            yield f"layer {layer} chooses among experts, and uses none"
     chosen = model.number("expert_group_used_count", 0)
     if groups and (groups >= experts or (groups > 1 and (experts % groups or not 0 < chosen < groups))):
         yield f"{model.prefix}expert_group_count = {groups}, of which {chosen} are used, does not fit {experts} experts"
