@@ -49,9 +49,10 @@ class LLM:
 
     model: a name (`paceline models list`), a path to a GGUF, "toy" or "toy:SEED"; or an open Backend.
     drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
-    draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default
-    16. max_len: tokens
-    of one sequence, prompt and output. n_threads: default one per physical core.
+    draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
+    max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core.
+    max_step_tokens: tokens of one forward; prompts are read in chunks of half of it.
+    dtype, device, page_size, prefix_cache and compile belong to backends that this version does not have.
 
     Safe to use from several threads: one of them steps the engine at a time.
     """
@@ -172,7 +173,7 @@ class LLM:
         is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         encoded = self._encode_chat(cast(Seq[Message], prompt)) if is_chat else self._encode(cast(Prompt, prompt))
         text, ids = encoded
-        return TokenStream(self, self._add(ids, params or SamplingParams(), text))
+        return TokenStream(self, self._add(ids, _spread(params, 1)[0], text))
 
     def close(self) -> None:
         """Free the models. Idempotent; the LLM cannot be used afterwards."""
@@ -218,8 +219,8 @@ class LLM:
         outputs: list[RequestOutput] = []
         try:
             asked = list(zip(prompts, params, strict=True))
-            # One by one into request_ids, so that a refusal cancels those before it.
-            _each("prompt", asked, lambda a: request_ids.append(self._add(a[0][1], a[1], a[0][0])))
+            # Into request_ids one by one, so that a refusal cancels those before it.
+            _each("prompt", asked, lambda one: request_ids.append(self._add(one[0][1], one[1], one[0][0])))
             for request_id in request_ids:
                 output = None
                 while output is None:
