@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from paceline.backend.toy import ToyBackend
@@ -20,7 +21,7 @@ from paceline.errors import (
     UnsupportedOption,
 )
 from paceline.params import SamplingParams
-from paceline.types import Drafter, Proposal, RequestOutput, StreamChunk
+from paceline.types import Distribution, Drafter, Proposal, RequestOutput, StreamChunk
 from tests.drafters import PointDrafter, TableDrafter
 
 PROMPT = (1, 2, 3)
@@ -330,6 +331,67 @@ def test_any_exception_of_a_drafter_is_typed_and_stays_with_it(method: str) -> N
     assert isinstance(done.error, DrafterError)
     assert "ValueError: my own bug" in str(done.error)
     assert isinstance(done.error.__cause__, ValueError)
+
+
+HALF = np.array([0.5, 0.5] + [0.0] * 10)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Proposal((1, 2), (-1, 0), "sampled", [HALF]),
+        Proposal((1,), (-1,), "sampled", None),
+        Proposal(("a",), (-1,), "point"),  # type: ignore[arg-type]
+        Proposal((1.5,), (-1,), "point"),  # type: ignore[arg-type]
+        Proposal((np.int64(1),), (-1,), "point"),  # type: ignore[arg-type]
+        Proposal((1,), (-1,), "sampled", [Distribution(np.array([0.5, 0.5]), 12)]),
+        Proposal((1,), (-1,), "sampled", [Distribution(np.array([0.5, 0.5]), 12, np.array([1, 50]))]),
+        Proposal((1,), (-1,), "sampled", [Distribution(np.array([0.5, 0.5]), 12, np.array([1, 1]))]),
+        Proposal((1,), (-1,), "sampled", [Distribution(np.array([0.5, 0.5]), 12, np.array([-1, 1]))]),
+        Proposal((1,), (-1,), "sampled", [HALF * 5]),
+        Proposal((1,), (-1,), "sampled", [HALF * np.nan]),
+        Proposal((1,), (-1,), "sampled", [np.array([1.5, -0.5] + [0.0] * 10)]),
+        Proposal((1,), (-1,), "sampled", ["abc"]),
+        Proposal((5,), (-1,), "sampled", [HALF]),
+        Proposal((1,), (-1,), "sampled", [np.array([0.5, 0.25] + [0.0] * 10 + [0.25])]),
+    ],
+)
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_a_proposal_that_lies_ends_its_request_alone(lie: Proposal, verification: Any) -> None:
+    class Liar(PointDrafter):
+        def propose(self, contexts: Any, budgets: Any) -> Any:
+            return [lie if tuple(c.tokens[:3]) == PROMPT else Proposal.point(()) for c in contexts]
+
+    params = SamplingParams(max_tokens=20, verification=verification)
+    victim, *_ = with_mates(toy(), Liar(lambda seen, k: ()), params)
+    assert isinstance(victim.outputs[0].error, DrafterError)
+
+
+@pytest.mark.parametrize("cut", [lambda r: r[:, :3], lambda r: np.hstack([r, r]), lambda r: r[:0], lambda r: None])
+def test_rows_of_another_shape_are_a_backend_error(cut: Any) -> None:
+    """vllm#44744: a row wider than the vocabulary must never become an id beyond it."""
+    backend = toy()
+    forward = backend.forward
+    backend.forward = lambda batch: [cut(rows) for rows in forward(batch)]  # type: ignore[method-assign]
+    engine = Engine(backend, NoDrafter())
+    request_id = engine.add(PROMPT[:1], SamplingParams(max_tokens=5))
+    assert isinstance(run(engine)[request_id].outputs[0].error, BackendError)
+
+
+def test_a_release_that_fails_does_not_keep_the_other_one() -> None:
+    backend = toy()
+    drafter = PointDrafter(lambda seen, k: ())
+    engine = Engine(backend, drafter)
+    request_id = engine.add(PROMPT, SamplingParams(max_tokens=2))
+    release = backend.release
+
+    def failing(slot: int) -> None:
+        release(slot)
+        raise BackendError("release went wrong")
+
+    backend.release = failing  # type: ignore[method-assign]
+    assert isinstance(run(engine)[request_id].outputs[0].error, BackendError)
+    assert drafter.observed == {}
 
 
 def test_an_answer_that_is_no_proposal() -> None:

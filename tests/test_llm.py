@@ -134,6 +134,11 @@ def test_one_bad_prompt_refuses_the_call_and_frees_the_others(llm: LLM) -> None:
         (["a", None], None, "prompt 1"),
         (["a"], [SHORT, SHORT], "2 params for 1 prompts"),
         ("a", {"seed": 1}, "params"),
+        ("a", 5, "params = 5"),
+        ("a", "", "params = ''"),
+        ({1: 2}, None, "prompt = "),
+        ({1}, None, "prompt"),
+        ("\ud800", None, "lone surrogate"),
     ],
 )
 def test_bad_calls_are_typed_errors(llm: LLM, prompts: Any, params: Any, message: str) -> None:
@@ -142,7 +147,9 @@ def test_bad_calls_are_typed_errors(llm: LLM, prompts: Any, params: Any, message
     assert not llm.engine.has_work
 
 
-@pytest.mark.parametrize("messages", ["hi", [{"role": "user"}], [{"content": "x"}], [5], [[{"role": 1, "content": 2}]]])
+@pytest.mark.parametrize(
+    "messages", ["hi", None, 1, {1: 2}, [{"role": "user"}], [{"content": "x"}], [5], [[{"role": 1, "content": 2}]]]
+)
 def test_bad_conversations_are_typed_errors(llm: LLM, messages: Any) -> None:
     with pytest.raises(PacelineError):
         llm.chat(messages, SHORT)
@@ -323,6 +330,10 @@ def test_what_is_neither_model_nor_drafter() -> None:
         LLM(ToyBackend(can_truncate=False), drafter="lokup")
     with pytest.raises(UnsupportedOption, match="n_threads = 3"):
         LLM("toy", n_threads=3)
+    with pytest.raises(InvalidParams, match="params = 0"):
+        LLM("toy").stream("a", 0)  # type: ignore[arg-type]
+    with pytest.raises(ModelNotFound):
+        LLM("x" * 5000)
     with pytest.raises(InvalidPrompt, match="prompt = 5"):
         LLM("toy").stream(5)  # type: ignore[arg-type]
 

@@ -14,7 +14,10 @@ from .params import SamplingParams, refuse_unsupported
 from .rng import fresh_seed
 from .sequence import Sequence
 from .text import TextStream
-from .types import Backend, BackendInfo, Proposal, Request
+from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request
+
+Q_TOLERANCE = 1e-6
+"""How far a row of q may be from summing to 1; the law is exact up to that."""
 
 
 def admit_request(
@@ -69,8 +72,10 @@ def admit_proposal(
         fault = f"{len(answer)} drafts where at most {budget} were asked for"
     elif not answer.is_chain:
         fault = f"a tree with parents {answer.parents}; only chains are verified"
-    elif any(not 0 <= t < vocab_size for t in answer.tokens):
-        fault = f"draft tokens {answer.tokens}; token ids are 0 to {vocab_size - 1}"
+    elif any(type(t) is not int or not 0 <= t < vocab_size for t in answer.tokens):
+        fault = f"draft tokens {answer.tokens}; token ids are integers from 0 to {vocab_size - 1}"
+    elif answer.kind == "sampled":
+        fault = _q_fault(answer)
     if fault is not None:
         raise DrafterError(f"{who}: {fault}")
     for i, token in enumerate(answer.tokens):
@@ -79,8 +84,29 @@ def admit_proposal(
     return answer
 
 
+def _q_fault(proposal: Proposal) -> str | None:
+    """What is wrong with the rows of q that a chain uses; a rule divides by them and trusts them."""
+    if proposal.q is None or len(proposal.q) < len(proposal):
+        return f"{0 if proposal.q is None else len(proposal.q)} rows of q for {len(proposal)} drafts"
+    for i in range(len(proposal)):
+        row = Distribution.of(proposal.q[i])
+        ids = row.ids
+        size = row.vocab_size if ids is None else ids.size
+        if row.probs.shape != (size,) or (ids is not None and not _ascend(ids, row.vocab_size)):
+            return f"q[{i}] with {row.probs.shape} probabilities for a vocabulary of {row.vocab_size}"
+        if not (row.probs.min() >= 0.0 and abs(row.probs.sum() - 1.0) <= Q_TOLERANCE):
+            return f"q[{i}] sums to {row.probs.sum()} and is at least {row.probs.min()}; it is no distribution"
+    return None
+
+
+def _ascend(ids: IntArray, vocab_size: int) -> bool:
+    return ids.size > 0 and ids[0] >= 0 and ids[-1] < vocab_size and bool((ids[1:] > ids[:-1]).all())
+
+
 def _checked_prompt(prompt_ids: Seq[int], info: BackendInfo) -> tuple[int, ...]:
     ids = []
+    if not hasattr(prompt_ids, "__iter__"):
+        raise InvalidPrompt(f"prompt = {prompt_ids!r}; allowed: a list of token ids")
     for i, token in enumerate(prompt_ids):
         try:
             number = -1 if isinstance(token, bool) else operator.index(token)

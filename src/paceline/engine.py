@@ -18,8 +18,8 @@ import numpy as np
 
 from .admission import admit_proposal, admit_request
 from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
-from .errors import InvalidParams, InvariantError, PacelineError
-from .params import SamplingParams
+from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
+from .params import SamplingParams, integer
 from .rng import KeyedDraws
 from .schedule import Turn, admit, plan
 from .sequence import Sequence, TargetRows
@@ -58,12 +58,10 @@ class Engine:
     ) -> None:
         info = backend.info
         self.backend, self.drafter, self.make_draws = backend, GuardedDrafter(drafter), make_draws
-        self.max_seqs = info.max_slots if max_seqs is None else max_seqs
-        self.draft_length = DEFAULT_DRAFT_LENGTH if draft_length is None else draft_length
+        self.max_seqs = integer("max_seqs", info.max_slots if max_seqs is None else max_seqs, 1)
+        self.draft_length = integer("draft_length", DEFAULT_DRAFT_LENGTH if draft_length is None else draft_length, 0)
         if not 1 <= self.max_seqs <= info.max_slots:
             raise InvalidParams(f"max_seqs = {max_seqs!r}; allowed: 1 to {info.max_slots} on {info.model}")
-        if self.draft_length < 0:
-            raise InvalidParams(f"draft_length = {draft_length!r}; allowed: 0 or more")
         if info.max_step_tokens < 2 * self.max_seqs:
             raise InvalidParams(
                 f"max_step_tokens = {info.max_step_tokens}; allowed: at least twice max_seqs = {self.max_seqs}"
@@ -199,6 +197,9 @@ class Engine:
                 w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence.stop_ids)
             except PacelineError as error:
                 w.sequence.finish("error", error=error)
+            except Exception as error:
+                fault = DrafterError(f"{who}: a malformed proposal ({type(error).__name__}: {error})")
+                w.sequence.finish("error", error=fault)
 
     def _score(self, work: list[Work]) -> None:
         if not work:
@@ -209,7 +210,12 @@ class Engine:
             new = (s.tokens[-1], *drafts) if w.turn.decode else s.tokens[s.cached : s.cached + w.turn.prefill]
             batch.append(Segment(s.slot, tuple(new), s.cached, len(new) if w.turn.decode else 0))
         try:
-            for w, logits in zip(work, self.backend.forward(batch), strict=True):
+            rows = self.backend.forward(batch)
+            shapes = [getattr(r, "shape", None) for r in rows]
+            asked = [(s.num_rows, self.backend.info.vocab_size) for s in batch]
+            if any(a[0] and a != shape for a, shape in zip(asked, shapes, strict=True)):
+                raise BackendError(f"{self.backend.info.model} returned rows of shape {shapes}, asked was {asked}")
+            for w, logits in zip(work, rows, strict=True):
                 w.sequence.cached += w.turn.prefill
                 w.logits = logits if w.turn.decode else None
         except PacelineError as error:
@@ -243,11 +249,19 @@ class Engine:
         if sequence in self.waiting and sequence.finish_reason is not None:
             self.waiting.remove(sequence)
         elif sequence.finish_reason is not None:
+            # Both are given back whatever the other does, and only then is the request off the books.
+            for give_back in (self._release_slot, self._release_drafter):
+                try:
+                    give_back(sequence)
+                except PacelineError as error:
+                    sequence.finish("error", error=error)
             self.running.remove(sequence)
-            try:
-                if sequence.slot >= 0:
-                    self.backend.release(sequence.slot)
-                self.drafter.release(sequence.request.request_id)
-            except PacelineError as error:
-                sequence.finish("error", error=error)
         return sequence.chunk()
+
+    def _release_slot(self, sequence: Sequence) -> None:
+        slot, sequence.slot = sequence.slot, -1
+        if slot >= 0:
+            self.backend.release(slot)
+
+    def _release_drafter(self, sequence: Sequence) -> None:
+        self.drafter.release(sequence.request.request_id)

@@ -47,7 +47,8 @@ class Sizes(TypedDict, total=False):
 class LLM:
     """A target model with a drafter, ready to generate.
 
-    model: a name (`paceline models list`), a path to a GGUF, "toy" or "toy:SEED"; or an open Backend.
+    model: a name (`paceline models list`), a path to a GGUF, "toy" or "toy:SEED"; or an open Backend,
+    which one LLM at a time may use.
     drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
     draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
     max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core.
@@ -160,6 +161,8 @@ class LLM:
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next turn for one conversation, or for each of a list of them."""
+        if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Seq):
+            raise InvalidInput(f"messages = {messages!r}; allowed: a list of messages, or a list of such lists")
         many = not messages or not isinstance(messages[0], Mapping)
         conversations = cast(Seq[Seq[Message]], messages if many else [messages])
         per_prompt = _spread(params, len(conversations))
@@ -196,7 +199,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> tuple[str | None, Seq[int]]:
         if isinstance(prompt, str):
             return prompt, self.backend.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__iter__"):
+        if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__") or not hasattr(prompt, "__len__"):
             raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
         return None, list(prompt)
 
@@ -285,9 +288,11 @@ class LLM:
 class TokenStream(Iterator[StreamChunk]):
     """The chunks of one request. The last one carries finish_reason and the whole output."""
 
+    _llm: LLM | None = None
+
     def __init__(self, llm: LLM, request_id: int) -> None:
         self.request_id = request_id
-        self._llm: LLM | None = llm
+        self._llm = llm
 
     def __next__(self) -> StreamChunk:
         if self._llm is None:
@@ -362,7 +367,7 @@ def _each(what: str, items: Seq[Item], work: Callable[[Item], Result]) -> list[R
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str | bytes) or not hasattr(prompts, "__len__"):
+    if isinstance(prompts, str | bytes | Mapping) or not hasattr(prompts, "__getitem__"):
         return [cast(Prompt, prompts)]
     if len(prompts) and not isinstance(prompts[0], str) and not hasattr(prompts[0], "__len__"):
         return [cast(Seq[int], prompts)]
@@ -370,7 +375,9 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 
 
 def _spread(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[SamplingParams]:
-    each = [params or SamplingParams()] * n if params is None or isinstance(params, SamplingParams) else list(params)
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * n
+    each = list(params) if isinstance(params, Seq) and not isinstance(params, str | bytes) else [params]
     for one in each:
         if not isinstance(one, SamplingParams):
             raise InvalidParams(f"params = {one!r}; allowed: SamplingParams, one or one for each prompt")

@@ -151,13 +151,19 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     A name wins over a file of the same name in the working directory: write ./smollm2 for that.
     Raises ModelNotFound, ModelFormatError or ModelDownloadError.
     """
+    if not isinstance(name_or_path, str | Path):
+        raise ModelNotFound(f"model = {name_or_path!r}; allowed: a name, or the path of a GGUF file")
     if isinstance(name_or_path, str) and _canonical(name_or_path) in CATALOGUE:
         return pull(name_or_path, progress)
     try:
         path = Path(name_or_path).expanduser()
     except RuntimeError as error:  # ~user of a user that is not there
         raise ModelNotFound(f"no model file at {name_or_path}: {error}") from error
-    if not path.exists() and not _looks_like_path(name_or_path):
+    try:
+        exists = path.exists()
+    except OSError as error:  # a name longer than any file's
+        raise ModelNotFound(f"no model file at {str(name_or_path)[:80]!r}: {error.strerror}") from error
+    if not exists and not _looks_like_path(name_or_path):
         raise _unknown(str(name_or_path))
     validate_gguf(path)
     return path
@@ -169,6 +175,8 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     Raises ModelNotFound for an unknown name, ModelDownloadError where fetching or converting fails; a
     file that was only half made is removed then.
     """
+    if not isinstance(name, str):
+        raise ModelNotFound(f"model = {name!r}; allowed: a name")
     name = _canonical(name)
     if name not in CATALOGUE:
         raise _unknown(name)

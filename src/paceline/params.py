@@ -91,9 +91,9 @@ class SamplingParams:
             put("seed", integer("seed", self.seed, 0, MAX_SEED))
         if self.draft_length is not None:
             put("draft_length", integer("draft_length", self.draft_length, 0, MAX_TOKEN_ID))
-        if self.verification not in VERIFICATIONS:
+        if not isinstance(self.verification, str) or self.verification not in VERIFICATIONS:
             raise InvalidParams(f"verification = {self.verification!r}; allowed: {', '.join(VERIFICATIONS)}")
-        if self.logprobs_mode not in LOGPROBS_MODES:
+        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
             raise InvalidParams(f"logprobs_mode = {self.logprobs_mode!r}; allowed: {', '.join(LOGPROBS_MODES)}")
 
     @property
@@ -171,9 +171,10 @@ def _flag(name: str, value: Any) -> bool:
 def _strings(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    if isinstance(value, bytes) or not hasattr(value, "__iter__"):
-        raise InvalidParams(f"{name} = {value!r}; allowed: a non-empty string, or a list of them")
-    items = (value,) if isinstance(value, str) else tuple(value)
+    try:
+        items = (value,) if isinstance(value, str) else tuple(value)
+    except TypeError:
+        raise InvalidParams(f"{name} = {value!r}; allowed: a non-empty string, or a list of them") from None
     for item in items:
         if not isinstance(item, str) or not item:
             raise InvalidParams(f"{name} = {value!r}; allowed: non-empty strings")

@@ -22,6 +22,7 @@ slot                 a sequence's place in a backend's KV memory
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -183,8 +184,11 @@ class Proposal:
 
 
 def _tree(tokens: Iterable[int], parents: Iterable[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    toks = tuple(int(t) for t in tokens)
-    pars = tuple(range(-1, len(toks) - 1)) if parents is None else tuple(int(p) for p in parents)
+    try:
+        toks = tuple(operator.index(t) for t in tokens)
+        pars = tuple(range(-1, len(toks) - 1)) if parents is None else tuple(operator.index(p) for p in parents)
+    except TypeError as error:
+        raise InvalidInput(f"draft tokens and parents are integers ({error})") from None
     if len(pars) != len(toks):
         raise InvalidInput(f"{len(toks)} draft tokens but {len(pars)} parents")
     for i, (token, parent) in enumerate(zip(toks, pars, strict=True)):

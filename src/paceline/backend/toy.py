@@ -39,6 +39,10 @@ class ToyTokenizer:
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """One id per UTF-8 byte. The toy has no special tokens to add or parse."""
         try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise InvalidPrompt(f"the text holds a lone surrogate at character {error.start}") from None
+        try:
             return [self._ids[bytes([b])] for b in text.encode("utf-8")]
         except KeyError as missing:
             raise InvalidPrompt(

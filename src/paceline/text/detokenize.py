@@ -37,9 +37,11 @@ class Detokenizer:
         data = self._token_bytes(token)
         if data:
             self._last_with_bytes = len(self._ends)
+        # Booked before it is decoded: an interrupt in between must not leave a token without an end.
+        self._ends.append(self._length)
         text = self._decoder.decode(data)
         self._length += len(text)
-        self._ends.append(self._length)
+        self._ends[-1] = self._length
         return text
 
     def flush(self) -> str:

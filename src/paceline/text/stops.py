@@ -125,8 +125,8 @@ class TextStream:
         """Append one output token; True when a stop string has now ended the text. Push nothing after."""
         if self._match is not None or self._finished:
             raise InvariantError(f"token {token} came after the text had ended")
-        piece = self._detokenizer.push(token)
-        self._pieces.append(piece)
+        self._pieces.append("")  # booked first: an interrupt must not leave a token without its piece
+        self._pieces[-1] = piece = self._detokenizer.push(token)
         self._match = self._scanner.feed(piece)
         return self._match is not None
 

@@ -71,7 +71,7 @@ class Wishes:
                     f"max_len = {length}; allowed: at most {trained_len}, what {path.name} was trained for"
                 )
         if kv is None:
-            kv = length * min(seqs, 4)
+            kv = max(length * min(seqs, 4), 2 * seqs)
         elif kv < length:
             raise InvalidParams(f"kv_tokens = {kv}; allowed: at least max_len = {length}")
         step = min(DEFAULT_STEP_TOKENS, kv)
@@ -79,6 +79,10 @@ class Wishes:
             step = integer("max_step_tokens", self.max_step_tokens, 1, MAX_INT)
             if step > kv:
                 raise InvalidParams(f"max_step_tokens = {step}; allowed: at most kv_tokens = {kv}")
+        if step < seqs:  # llama.cpp aborts: it makes room for one output row of every sequence
+            raise InvalidParams(
+                f"max_step_tokens = {step} (at most kv_tokens = {kv}); allowed: at least max_seqs = {seqs}"
+            )
         threads = physical_cores() if self.n_threads is None else integer("n_threads", self.n_threads, 1, MAX_THREADS)
         return Limits(seqs, length, threads, step, kv)
 
