@@ -134,7 +134,10 @@ def cache_dir() -> Path:
     """Where model files are kept; see the module's docstring. Not created here."""
     chosen = os.environ.get("PACELINE_CACHE")
     if chosen:
-        return Path(chosen).expanduser().absolute()
+        try:
+            return Path(chosen).expanduser().absolute()
+        except RuntimeError as error:  # ~user of a user that is not there
+            raise ModelError(f"PACELINE_CACHE = {chosen!r}: {error}") from error
     xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
     # The XDG specification has relative paths ignored.
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "paceline"
@@ -151,7 +154,7 @@ def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     A name wins over a file of the same name in the working directory: write ./smollm2 for that.
     Raises ModelNotFound, ModelFormatError or ModelDownloadError.
     """
-    if not isinstance(name_or_path, str | Path):
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip():
         raise ModelNotFound(f"model = {name_or_path!r}; allowed: a name, or the path of a GGUF file")
     if isinstance(name_or_path, str) and _canonical(name_or_path) in CATALOGUE:
         return pull(name_or_path, progress)

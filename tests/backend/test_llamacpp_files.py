@@ -208,6 +208,23 @@ def test_numbers_out_of_range(tiny: Open, option: str, value: object, message: s
         tiny("llama", **{option: value})
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_step_tokens": 15}, {"max_step_tokens": 1}, {"max_len": 64, "max_seqs": 256, "max_step_tokens": 255}],
+)
+def test_a_step_has_room_for_every_sequence(tiny: Open, sizes: dict[str, int]) -> None:
+    """llama.cpp would abort the process."""
+    with pytest.raises(InvalidParams, match="allowed: at least max_seqs"):
+        tiny("llama", **{"max_seqs": 16, **sizes})
+
+
+@pytest.mark.parametrize("sizes", [{"max_len": 3}, {"max_len": 1}, {"max_len": 8, "max_seqs": 256}])
+def test_small_contexts_still_hold_all_sequences(tiny: Open, sizes: dict[str, int]) -> None:
+    info = tiny("llama", **{"max_seqs": 16, **sizes}).info
+    assert info.max_step_tokens >= 2 * info.max_slots
+    assert info.max_len == sizes["max_len"]
+
+
 def test_defaults(tiny: Open) -> None:
     info = tiny("llama", max_seqs=16, max_len=None).info
     assert (info.max_len, info.kv_tokens, info.max_step_tokens, info.max_slots) == (512, 2048, 1024, 16)

@@ -56,7 +56,7 @@ def _(patch: Patch) -> None:
     edit(
         patch,
         Engine._score,
-        ("self.backend.forward(batch), strict", "turned(self.backend.forward(batch)), strict"),
+        ("rows = self.backend.forward(batch)", "rows = turned(self.backend.forward(batch))"),
         turned=turned,
     )
 
@@ -73,12 +73,12 @@ def turned(rows: list[Any]) -> list[Any]:
 
 @mutant("slots leak", "whoever finishes keeps its KV slot", "memory", "sglang PR #13826")
 def _(patch: Patch) -> None:
-    edit(patch, Engine._emit, ("self.backend.release(sequence.slot)", "pass"))
+    edit(patch, Engine._release_slot, ("self.backend.release(slot)", "pass"))
 
 
 @mutant("draft slots leak", "the drafter is not told that a request is over", "memory", "sglang PR #18984")
 def _(patch: Patch) -> None:
-    edit(patch, Engine._emit, ("self.drafter.release(sequence.request.request_id)", "pass"))
+    edit(patch, Engine._release_drafter, ("self.drafter.release(sequence.request.request_id)", "pass"))
 
 
 @mutant(
@@ -89,7 +89,7 @@ def _(patch: Patch) -> None:
     "vllm#46899",
 )
 def _(patch: Patch) -> None:
-    edit(patch, admit_proposal, ("any(not 0 <= t < vocab_size for t in answer.tokens)", "False"))
+    edit(patch, admit_proposal, ("any(type(t) is not int or not 0 <= t < vocab_size for t in answer.tokens)", "False"))
 
 
 # --- commit -------------------------------------------------------------------------------------------
