@@ -19,7 +19,7 @@ from paceline import LLM, RequestOutput, SamplingParams
 from paceline.models import resolve
 
 PROMPTS: dict[str, Any] = {
-    "code edit": demo.OWN_PROMPT.read_text(encoding="utf-8"),
+    "code edit": demo.OWN_PROMPT.read_text(encoding="utf-8").removesuffix("\n"),
     "chat": [{"role": "user", "content": "Explain to a child why the sky is blue and why sunsets are red."}],
 }
 
@@ -39,12 +39,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=160)
-    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--draft-lengths", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--models", nargs="+", default=["smollm2:bf16", "smollm2:q4_0", "smollm2:q4_1"])
     args = parser.parse_args()
-    print(f"{cpu_name()}; K = {args.draft_length}, {args.tokens} tokens, {args.repeats} interleaved repeats\n")
-    print("| model | prompt | temperature | plain tokens/s | lookup tokens/s | ratio (range) | tokens per step |")
-    print("|---|---|---|---|---|---|---|")
+    print(f"{cpu_name()}; at most {args.tokens} tokens, {args.repeats} interleaved repeats\n")
+    heads = [f"lookup, K = {k}: ratio (range), tokens per step" for k in args.draft_lengths]
+    print(f"| model | prompt | temperature | plain tokens/s | {' | '.join(heads)} |")
+    print("|---" * (4 + len(heads)) + "|")
     for model in args.models:
         with LLM(resolve(model), drafter="lookup", max_seqs=1, max_len=2048) as llm:
             for kind, prompt in PROMPTS.items():
@@ -54,25 +55,22 @@ def main() -> None:
 
 def row(llm: LLM, model: str, kind: str, prompt: Any, temperature: float, args: argparse.Namespace) -> None:
     ask = llm.generate if isinstance(prompt, str) else llm.chat
-    speeds: dict[int, list[float]] = {0: [], args.draft_length: []}
-    per_step: list[float] = []
+    speeds: dict[int, list[float]] = {k: [] for k in (0, *args.draft_lengths)}
+    per_step: dict[int, list[float]] = {k: [] for k in speeds}
     for repeat in range(args.repeats + 1):
-        for length in speeds:
-            params = SamplingParams(
-                temperature=temperature, max_tokens=args.tokens, seed=repeat, draft_length=length, ignore_eos=True
-            )
+        for k in speeds:
+            params = SamplingParams(temperature=temperature, max_tokens=args.tokens, seed=repeat, draft_length=k)
             out = ask(prompt, params)[0]
             if repeat:  # the first round warms up
-                speeds[length].append(decode_speed(out))
-                if length:
-                    per_step.append(out.speculation.tokens_per_step)
-    plain, drafted = speeds.values()
-    ratios = sorted(b / a for a, b in zip(plain, drafted, strict=True))
-    print(
-        f"| {model} | {kind} | {temperature:g} | {statistics.median(plain):.0f} | {statistics.median(drafted):.0f} "
-        f"| {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) | {statistics.mean(per_step):.2f} |",
-        flush=True,
-    )
+                speeds[k].append(decode_speed(out))
+                per_step[k].append(out.speculation.tokens_per_step)
+    cells = []
+    for k in args.draft_lengths:
+        ratios = sorted(b / a for a, b in zip(speeds[0], speeds[k], strict=True))
+        span = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
+        cells.append(f"**{statistics.median(ratios):.2f}** ({span}), {statistics.mean(per_step[k]):.2f}")
+    plain = statistics.median(speeds[0])
+    print(f"| {model} | {kind} | {temperature:g} | {plain:.0f} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import PacelineError
 from .params import SamplingParams
-from .types import CompletionOutput, RequestOutput, SpeculationStats, StreamChunk
+from .types import CompletionOutput, DraftContext, Drafter, Proposal, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -19,7 +19,10 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "DraftContext",
+    "Drafter",
     "PacelineError",
+    "Proposal",
     "RequestOutput",
     "SamplingParams",
     "SpeculationStats",

@@ -25,7 +25,7 @@ from .errors import (
 )
 from .models import resolve
 from .params import SamplingParams, integer
-from .types import Backend, Drafter, RequestOutput, StreamChunk
+from .types import Backend, Drafter, RequestOutput, StreamChunk, Tokenizer
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -121,8 +121,10 @@ class LLM:
     def _open_drafter(self, drafter: str | Drafter, backend: str, sizes: Sizes) -> Drafter:
         if isinstance(drafter, str):
             parse_drafter(drafter)
-        elif not isinstance(drafter, Drafter):
-            raise InvalidParams(f"drafter = {drafter!r}; allowed: a name, or a Drafter")
+        elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
+            lacks = [name for name in ("name", "propose", "observe", "release", "close") if not hasattr(drafter, name)]
+            why = "it is a class, pass an instance" if isinstance(drafter, type) else f"it lacks {', '.join(lacks)}"
+            raise InvalidParams(f"drafter = {drafter!r}; allowed: a name, or a Drafter, and {why}")
         info = self.backend.info
         if not info.can_truncate:
             if drafter != "none":
@@ -141,12 +143,19 @@ class LLM:
         self._owned.callback(thing.close)
         return thing
 
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The target's tokenizer."""
+        return self.backend.tokenizer
+
     # --- the three ways to ask ----------------------------------------------------------------------
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of them, each text or token ids; outputs in the order of the prompts.
+
+        The text is taken as it is, without a chat template; see chat().
 
         params: one for all, or one for each prompt. Raises before anything runs where a prompt or an option
         cannot be honoured; a fault while running ends that request alone (finish_reason "error").
@@ -171,7 +180,8 @@ class LLM:
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> TokenStream:
         """Iterate over what each step releases, for one prompt or one conversation.
 
-        Leaving the iteration early (or `close()`) cancels the request and frees all it holds.
+        Leaving the iteration early (or `close()`) cancels the request and frees all it holds. A fault while
+        running ends the stream with finish_reason "error"; the last chunk's output says which.
         """
         is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         encoded = self._encode_chat(cast(Seq[Message], prompt)) if is_chat else self._encode(cast(Prompt, prompt))

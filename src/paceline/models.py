@@ -254,7 +254,7 @@ def _unknown(name: str) -> ModelNotFound:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ModelNotFound(
         f"no model {name!r}: not a name and not a file.{hint} Names: {', '.join(names)}; "
-        "the path of a GGUF file always works"
+        "toy is a tiny model for tests, and the path of a GGUF file always works"
     )
 
 

@@ -22,12 +22,16 @@ MAX_TOKEN_ID = 2**31 - 1
 class SamplingParams:
     """How one request is sampled. Frozen; every error names field, value and allowed range.
 
+    n, min_tokens, bad_words, allowed_token_ids, logprobs, prompt_logprobs, logits_processors, logprobs_mode,
+    grammar and grammar_after are names of later versions: a request that sets one is refused when it is made.
+
     max_tokens: int >= 1, or None for "until the context is full". temperature: 0 is greedy.
     top_k: 0 or -1 is off. top_p in (0, 1]. min_p in [0, 1]. presence_penalty and frequency_penalty
     in [-2, 2] count output tokens; repetition_penalty > 0 counts prompt and output.
     logit_bias: token id -> [-100, 100], added to the logit. stop: strings that end the text, cut
     before them. stop_token_ids: further ids that end it. ignore_eos: end ids may be emitted and do
-    not stop. seed: 0 .. 2**64 - 1, or None for one drawn from the operating system (and reported).
+    not stop. seed: 0 .. 2**64 - 1, or None for one drawn from the operating system (and reported); requests with
+    equal seeds share noise, so several samples of one prompt want a seed each.
     verification: which rule decides *sampled* drafts. draft_length: 0 is off, None the engine's choice.
 
     The transforms apply in this order, each to the renormalised result of the one before: logit_bias,

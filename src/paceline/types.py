@@ -463,7 +463,7 @@ class DraftContext:
 
     tokens: the committed tokens, prompt and output (a live view: do not keep or write). prompt_length: how
     many of them are prompt. draws and role: what to draw with (TARGET when the request is verified
-    coupled, else DRAFT); draft i is drawn at position len(tokens) + i with node = i.
+    coupled, else DRAFT): draft i is draws.pick(q_i, len(tokens) + i, role, node=i).
     """
 
     request_id: int
