@@ -27,7 +27,7 @@ KIND_STYLES: Mapping[str, Style] = {
 KIND_MEANINGS: Mapping[str, str] = {
     "accepted": "draft kept",
     "recovered": "after a rejection",
-    "bonus": "after all drafts, or none",
+    "bonus": "none rejected",
 }
 
 # A model may write escape sequences; a terminal obeys them. Shown as `^[` and the like, not sent.
