@@ -51,6 +51,11 @@ def environment(**more: str) -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if k not in dropped}, "TERM": "xterm-256color", **more}
 
 
+def hear_interrupts() -> None:
+    """A shell's background job ignores Ctrl-C and hands that down; these tests send it on purpose."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def started(*arguments: str, stdin: Any = subprocess.DEVNULL, **more: str) -> Iterator[subprocess.Popen[bytes]]:
     """A command in a process of its own, with pipes; killed if it is still there at the end."""
@@ -61,6 +66,7 @@ def started(*arguments: str, stdin: Any = subprocess.DEVNULL, **more: str) -> It
         stderr=subprocess.PIPE,
         env=environment(**more),
         start_new_session=True,
+        preexec_fn=hear_interrupts,
     )
     with process:
         try:
@@ -85,6 +91,7 @@ class Terminal:
             stderr=subprocess.DEVNULL if answers_only else side,
             env=environment(**more),
             start_new_session=True,
+            preexec_fn=hear_interrupts,
         )
         os.close(side)
         self.seen = ""
