@@ -12,26 +12,30 @@ import pytest
 import paceline
 
 SRC = Path(paceline.__file__).parent
-BASE = {"types", "params", "errors", "rng"}
+BASE = {"types", "params", "errors", "rng", "outputs"}
 RULES = BASE | {"sampling", "verify"}
 ENGINE = {"admission", "sequence", "engine"}
 # part -> parts it may import besides itself
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "params": {"errors"},
-    "types": {"errors", "params"},
+    "outputs": {"errors"},
+    "types": {"errors", "params", "outputs"},
+    "cache": {"errors"},
     "rng": BASE,
     "sampling": BASE,
     "verify": BASE | {"sampling"},
     "draft": RULES,
-    "backend": RULES | {"text"},
+    "backend": RULES | {"text", "cache"},
     "text": RULES,
-    "schedule": BASE | {"cache"},
+    "schedule": BASE,
     "models": BASE | {"backend"},
     "sequence": RULES | {"text"},
     "admission": RULES | {"text", "sequence"},
     "engine": RULES | {"text", "draft", "schedule", "backend"} | ENGINE,
     "llm": RULES | {"text", "draft", "schedule", "backend", "models"} | ENGINE,
+    "engine_thread": BASE | {"llm"} | ENGINE,
+    "async_engine": BASE | {"llm", "engine_thread"} | ENGINE,
 }
 
 

@@ -533,13 +533,17 @@ def test_ids_in_params_must_exist() -> None:
 
 
 def test_requests_wait_for_room() -> None:
-    backend = toy(kv_tokens=64)
+    """As many run as their tokens fit now; who grows beyond that is preempted and loses nothing but time."""
+    backend = toy(kv_tokens=64, page_size=4)
     engine = Engine(backend, NoDrafter())
-    ids = [engine.add(PROMPT, SamplingParams(max_tokens=27, seed=i)) for i in range(5)]
+    ids = [engine.add(PROMPT, SamplingParams(max_tokens=27, seed=i)) for i in range(9)]
     engine.step()
-    assert len(engine.running) == 2
+    assert len(engine.running) == 8
+    assert len(engine.waiting) == 1
     done = run(engine)
-    assert [done[i].outputs[0].token_ids for i in ids] == [plain_tokens(27, seed=i) for i in range(5)]
+    assert [done[i].outputs[0].token_ids for i in ids] == [plain_tokens(27, seed=i) for i in range(9)]
+    assert done[ids[0]].num_preemptions == 0
+    assert done[ids[7]].num_preemptions > 0
     with pytest.raises(InvalidPrompt, match="room for 64"):
         engine.add(PROMPT, SamplingParams(max_tokens=None))
 

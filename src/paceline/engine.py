@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import takewhile
 from time import perf_counter
 
 import numpy as np
@@ -21,12 +22,14 @@ from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
 from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
-from .schedule import Turn, admit, plan
+from .schedule import Scheduler, Turn, parts
 from .sequence import Sequence, TargetRows
 from .types import Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
 from .verify import verify_block, verify_point, verify_rejection
 
 EMPTY = Proposal.point(())
+LOGITS_BYTES = 1 << 28
+"""Memory cap for the logits of one forward, at 8 bytes each; a step that needs more takes several forwards."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,9 +69,19 @@ class Engine:
             raise InvalidParams(
                 f"max_step_tokens = {info.max_step_tokens}; allowed: at least twice max_seqs = {self.max_seqs}"
             )
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.max_rows = max(1, LOGITS_BYTES // (8 * info.vocab_size))
+        self._scheduler: Scheduler[Sequence] = Scheduler(backend, self.max_seqs)
         self._next_id = 0
+
+    @property
+    def waiting(self) -> deque[Sequence]:
+        """Requests that hold no memory, in order of arrival."""
+        return self._scheduler.waiting
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Requests that hold a slot, in order of arrival; all of them came before those that wait."""
+        return self._scheduler.running
 
     @property
     def has_work(self) -> bool:
@@ -79,7 +92,7 @@ class Engine:
         """Queue a request; its id. What cannot be honoured is refused here, by name."""
         sequence = admit_request(self.backend, self._next_id, prompt_ids, params, prompt)
         self._next_id += 1
-        self.waiting.append(sequence)
+        self._scheduler.add(sequence)
         return sequence.request.request_id
 
     def cancel(self, request_id: int) -> StreamChunk | None:
@@ -117,62 +130,62 @@ class Engine:
         a bug of a backend or of ours; fail() puts the engine right again.
         """
         t0 = perf_counter()
-        self._admit()
-        work = self._schedule()
+        work = [
+            Work(sequence, turn, self.make_draws(sequence.request.seed, len(sequence.tokens)))
+            for sequence, turn in self._scheduler.schedule(self._drafts_wanted)
+        ]
+        self._introduce()
         t1 = perf_counter()
-        self._propose([w for w in work if w.turn.drafts])
+        self._propose([w for w in work if w.turn.drafts and w.sequence.finish_reason is None])
         t2 = perf_counter()
-        self._score([w for w in work if w.sequence.finish_reason is None])
-        t3 = perf_counter()
-        for w in work:
-            if w.logits is not None:
+        forward_seconds = 0.0
+        able = [w for w in work if w.sequence.finish_reason is None]
+        for part in parts([len(w.proposal) + 1 if w.turn.decode else 0 for w in able], self.max_rows):
+            start = perf_counter()
+            self._score(able[part])
+            forward_seconds += perf_counter() - start
+            for w in able[part]:
                 self._verify_and_commit(w)
-        t4 = perf_counter()
+        t3 = perf_counter()
         decoded = {w.sequence.request.request_id for w in work if w.turn.decode}
-        ready = [s for s in self.running if s.finish_reason or s.request.request_id in decoded]
-        chunks = [self._emit(s) for s in ready]
-        t5 = perf_counter()
+        everybody = [*self.running, *self.waiting]
+        chunks = [self._emit(s) for s in everybody if s.finish_reason or s.request.request_id in decoded]
+        t4 = perf_counter()
         for w in work:
             stats = w.sequence.stats
             if w.turn.decode:
                 stats.draft_seconds += t2 - t1
-                stats.forward_seconds += t3 - t2
-                stats.verify_seconds += t4 - t3
-                stats.other_seconds += t1 - t0 + t5 - t4
+                stats.forward_seconds += forward_seconds
+                stats.verify_seconds += t3 - t2 - forward_seconds
+                stats.other_seconds += t1 - t0 + t4 - t3
             else:
-                stats.prefill_seconds += t5 - t0
+                stats.prefill_seconds += t4 - t0
         return chunks
 
     # --- the stages, in the order of the loop -------------------------------------------------------
 
-    def _admit(self) -> None:
-        free_tokens = self.backend.info.kv_tokens - sum(s.limit for s in self.running)
-        needs = [s.limit for s in self.waiting]
-        for _ in range(admit(needs, self.max_seqs - len(self.running), free_tokens)):
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
+    def _introduce(self) -> None:
+        """The drafter learns who runs, and forgets whoever was preempted: they stand in front of the queue."""
+        for sequence in takewhile(lambda s: s.introduced, self.waiting):
+            sequence.introduced = False
             try:
-                sequence.slot = self.backend.acquire()
-                self.drafter.observe(sequence.request.request_id, sequence.tokens)
+                self._release_drafter(sequence)
             except PacelineError as error:
                 sequence.finish("error", error=error)
-
-    def _schedule(self) -> list[Work]:
-        able = [s for s in self.running if s.finish_reason is None]
-        wanted = [self._drafts_wanted(s) for s in able]
-        turns = plan([s.uncached for s in able], wanted, self.backend.info.max_step_tokens)
-        return [
-            Work(s, turn, self.make_draws(s.request.seed, len(s.tokens)))
-            for s, turn in zip(able, turns, strict=True)
-            if turn.decode or turn.prefill
-        ]
+        for sequence in self.running:
+            if not sequence.introduced:
+                sequence.introduced = True
+                try:
+                    self.drafter.observe(sequence.request.request_id, sequence.tokens)
+                except PacelineError as error:
+                    sequence.finish("error", error=error)
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
         """A step emits up to drafts + 1 tokens; more than the request may still hold is wasted."""
         if not self.backend.info.can_truncate:
             return 0
         asked = sequence.request.params.draft_length
-        room = sequence.limit - len(sequence.tokens) - 1
+        room = min(sequence.limit - len(sequence.tokens), self.max_rows) - 1
         return min(self.draft_length if asked is None else asked, room)
 
     def _propose(self, work: list[Work]) -> None:
@@ -216,20 +229,26 @@ class Engine:
             if any(a[0] and a != shape for a, shape in zip(asked, shapes, strict=True)):
                 raise BackendError(f"{self.backend.info.model} returned rows of shape {shapes}, asked was {asked}")
             for w, logits in zip(work, rows, strict=True):
-                w.sequence.cached += w.turn.prefill
-                w.logits = logits if w.turn.decode else None
+                w.logits = logits
         except PacelineError as error:
             for w in work:
                 w.sequence.finish("error", error=error)
 
     def _verify_and_commit(self, w: Work) -> None:
+        """Tokens, KV and the drafter's memory move together, or the request ends."""
         sequence = w.sequence
+        if w.logits is None:
+            return  # the forward failed
         try:
-            taken = sequence.commit(self._verify(w), len(w.proposal))
-            if sequence.finish_reason is None:
+            if not w.turn.decode:
+                sequence.cached += w.turn.prefill
+            else:
+                taken = sequence.commit(self._verify(w), len(w.proposal))
                 sequence.cached = len(sequence.tokens) - 1
-                self.backend.truncate(sequence.slot, sequence.cached)
-                self.drafter.observe(sequence.request.request_id, taken)
+                if sequence.finish_reason is None:
+                    self.backend.truncate(sequence.slot, sequence.cached)
+                    self.drafter.observe(sequence.request.request_id, taken)
+            self.backend.commit(sequence.slot, sequence.cached)
         except PacelineError as error:
             sequence.finish("error", error=error)
 
@@ -246,22 +265,14 @@ class Engine:
 
     def _emit(self, sequence: Sequence) -> StreamChunk:
         """What became final; whoever is finished gives everything back."""
-        if sequence in self.waiting and sequence.finish_reason is not None:
-            self.waiting.remove(sequence)
-        elif sequence.finish_reason is not None:
-            # Both are given back whatever the other does, and only then is the request off the books.
-            for give_back in (self._release_slot, self._release_drafter):
+        if sequence.finish_reason is not None:
+            # Both are given back whatever the other does.
+            for give_back in (self._scheduler.remove, self._release_drafter):
                 try:
                     give_back(sequence)
                 except PacelineError as error:
                     sequence.finish("error", error=error)
-            self.running.remove(sequence)
         return sequence.chunk()
-
-    def _release_slot(self, sequence: Sequence) -> None:
-        slot, sequence.slot = sequence.slot, -1
-        if slot >= 0:
-            self.backend.release(slot)
 
     def _release_drafter(self, sequence: Sequence) -> None:
         self.drafter.release(sequence.request.request_id)

@@ -28,7 +28,9 @@ class Sequence:
     """The state of one request. `commit` is the only writer of its tokens.
 
     tokens: prompt + output, all decided. limit: most tokens it may ever hold. cached: tokens whose KV the
-    target holds; tokens[cached:] is what the next forward starts with.
+    target holds; tokens[cached:] is what the next forward starts with. slot: -1 where it has none.
+    introduced: whether the drafter knows it. num_cached_tokens: what was cached already when it first got a slot;
+    None before. slot and cached are the scheduler's to write when it is moved, the engine's within a step.
     """
 
     request: Request
@@ -40,6 +42,9 @@ class Sequence:
     counts: TokenCounts | None = field(init=False)
     slot: int = -1
     cached: int = 0
+    introduced: bool = False
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
     kinds: list[TokenKind] = field(default_factory=list)
     draft_positions: list[int] = field(default_factory=list)  # draft position of accepted tokens, else -1
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -157,6 +162,8 @@ class Sequence:
             prompt_token_ids=self.request.prompt_ids,
             outputs=[completion],
             speculation=self.stats,
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_preemptions=self.num_preemptions,
         )
 
 

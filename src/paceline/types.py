@@ -18,13 +18,16 @@ position             absolute index of a token in the sequence (prompt + output)
 committed            tokens that are decided and will never change
 cached               tokens whose keys and values a backend holds; committed - 1 after a step
 slot                 a sequence's place in a backend's KV memory
+page                 a fixed number of tokens' keys and values; a slot is a list of pages
+published            pages of committed tokens that other sequences with the same beginning may share
+preempted            running, then put back in the queue because memory ran out; computed anew later
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -32,6 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidDistribution, InvalidInput, PacelineError
+from .outputs import CompletionOutput, FinishReason, RequestOutput, SpeculationStats, StreamChunk, TokenKind
 from .params import SamplingParams, Verification
 
 __all__ = [
@@ -59,8 +63,6 @@ __all__ = [
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-FinishReason = Literal["stop", "length", "cancelled", "error"]
-TokenKind = Literal["accepted", "recovered", "bonus"]
 
 
 class Role(IntEnum):
@@ -237,7 +239,7 @@ class Draws(Protocol):
         ...
 
 
-# --- requests and outputs ---------------------------------------------------------------------------
+# --- requests ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,95 +253,6 @@ class Request:
     verification: Literal["rejection", "block", "coupled"]
 
 
-@dataclass(slots=True)
-class SpeculationStats:
-    """What speculation did for one request. Counters follow the cut at a stop.
-
-    steps: target forwards that verified something, the first included. drafted: drafts verified.
-    accepted: drafts that were kept *and* emitted. emitted: tokens handed to the user (the stop id included).
-    drafted_at[i], accepted_at[i]: the same by draft position i within a step.
-    prefill_seconds: wall time of the steps in which this request was prefilling. The other *_seconds: wall
-    time of the steps that verified it, by stage; steps are shared with whoever else ran.
-    """
-
-    steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    emitted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
-    prefill_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    forward_seconds: float = 0.0
-    verify_seconds: float = 0.0
-    other_seconds: float = 0.0
-
-    @property
-    def rejected(self) -> int:
-        """drafted - accepted."""
-        return self.drafted - self.accepted
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Mean emitted tokens per step, bonus and recovered included; 0.0 before the first step."""
-        return self.emitted / self.steps if self.steps else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """accepted / drafted; 0.0 where nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-
-@dataclass(slots=True)
-class CompletionOutput:
-    """One generated sequence.
-
-    token_ids: the shortest committed prefix that covers `text`, plus the stop id if one ended it.
-    kinds: accepted | recovered | bonus for each token of token_ids.
-    finish_reason: "stop" | "length" | "cancelled" | "error"; with "error", `error` holds the exception.
-    stop_reason: the stop id or stop string that ended it, else None.
-    seed, verification: a replay needs both (for block also equal draft lengths).
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    kinds: tuple[TokenKind, ...]
-    finish_reason: FinishReason
-    seed: int
-    verification: str
-    stop_reason: int | str | None = None
-    error: PacelineError | None = None
-    logprobs: None = None
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What `LLM.generate` returns for one prompt. prompt is None when token ids were given."""
-
-    request_id: int
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    outputs: list[CompletionOutput]
-    speculation: SpeculationStats
-
-
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
-    """What one step released to the reader of a stream; text is always whole characters.
-
-    pieces: `text` cut into (text, kind of the token it came from). token_ids: tokens that became final.
-    finish_reason and output are set on the last chunk only.
-    """
-
-    request_id: int
-    text: str
-    token_ids: tuple[int, ...]
-    pieces: tuple[tuple[str, TokenKind], ...]
-    finish_reason: FinishReason | None = None
-    output: RequestOutput | None = None
-
-
 # --- backends ---------------------------------------------------------------------------------------
 
 
@@ -350,7 +263,8 @@ class BackendInfo:
     stop_ids: ids that end a generation, from the model file. max_len: tokens one sequence may hold.
     kv_tokens: tokens all slots together may hold. max_slots: sequences at once. max_step_tokens: tokens
     in one forward. can_truncate: False for models that cannot roll back (speculation is then off, and
-    `no_speculation_reason` says why).
+    `no_speculation_reason` says why). can_tree: whether segments may be trees. page_size: tokens per page;
+    1 where memory is not paged.
     """
 
     name: str
@@ -363,6 +277,8 @@ class BackendInfo:
     max_step_tokens: int
     can_truncate: bool = True
     no_speculation_reason: str | None = None
+    can_tree: bool = False
+    page_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,12 +287,15 @@ class Segment:
 
     tokens go to positions start, start + 1, ...; start must equal the slot's cached length.
     num_rows: logits wanted for the last num_rows tokens (0 while prefilling).
+    parents: None for a chain; else token i continues token parents[i] of this segment, or the cached tokens
+    where that is -1. Token i then stands at position start + its depth, and sees its ancestors only.
     """
 
     slot: int
     tokens: tuple[int, ...]
     start: int
     num_rows: int
+    parents: tuple[int, ...] | None = None
 
 
 @runtime_checkable
@@ -416,25 +335,49 @@ class Backend(Protocol):
     @property
     def tokenizer(self) -> Tokenizer: ...
 
-    def acquire(self) -> int:
-        """An empty slot. Raises BackendError where none is free."""
+    def acquire(self, tokens: Sequence[int] = ()) -> int:
+        """A slot for a sequence that starts with `tokens`; it may hold some of them already.
+
+        length() says how many: what was published of the same beginning, but never all of `tokens`, for
+        somebody needs the row behind the last one. Raises BackendError where no slot is free.
+        """
         ...
 
     def length(self, slot: int) -> int:
         """Tokens cached in `slot`."""
         ...
 
+    def reserve(self, slot: int, length: int) -> bool:
+        """Set memory aside so that `slot` can grow to `length` tokens, drafts included.
+
+        False where there is too little; nothing has changed then. What is set aside stays so until
+        truncate(), keep() or release(). Forwards within it never lack memory.
+        """
+        ...
+
     def forward(self, batch: Sequence[Segment]) -> list[NDArray[Any]]:
         """Cache every segment's tokens; return float[num_rows, V] logits for each segment.
 
-        The arrays may be views that the next forward overwrites. Raises BackendError naming slot and
-        size for a segment that does not start at the cached length, a token outside the vocabulary, or a
-        batch over max_step_tokens; nothing is cached then.
+        Reserves what was not reserved. The arrays may be views that the next forward overwrites. Raises
+        BackendError naming slot and size for a segment that does not start at the cached length, a token
+        outside the vocabulary, a batch over max_step_tokens, or too little memory; nothing is cached then.
         """
+        ...
+
+    def commit(self, slot: int, length: int) -> None:
+        """The first `length` cached tokens are committed: full pages of them may be published."""
         ...
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens. Succeeds or raises RollbackError; never does less."""
+        ...
+
+    def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """After a tree: keep the first `length` tokens and, behind them, those `nodes` further on.
+
+        nodes: ascending offsets from `length`, a path from the cached tokens downwards; everything else is
+        forgotten. Succeeds or raises RollbackError. Only where info.can_tree.
+        """
         ...
 
     def fork(self, slot: int) -> int:

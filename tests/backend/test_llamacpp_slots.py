@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paceline.backend.llamacpp import LlamaCppBackend
-from paceline.errors import BackendError
+from paceline.errors import BackendError, RollbackError
 from paceline.types import Segment
 
 from .llamacpp_moves import CLOSE, MORE, PROMPT, Failing, Open, alone, alone_in, feed
@@ -182,6 +182,36 @@ def test_kv_memory_is_shared_and_full_memory_is_refused(tiny: Open) -> None:
     backend.release(c)
     feed(backend, b, (5,) * 20, 0)
     backend.check()
+
+
+def test_reserved_memory_is_nobody_elses(tiny: Open) -> None:
+    """What one slot has set aside, drafts included, no other slot can take; rolling back lets go of it."""
+    backend = tiny(max_seqs=3, max_len=64, kv_tokens=100, max_step_tokens=64)
+    a, b = backend.acquire(), backend.acquire()
+    assert backend.reserve(a, 60)
+    assert not backend.reserve(b, 41)
+    with pytest.raises(BackendError, match="the batch has 41 tokens and the KV memory has room for 100 of 100, res"):
+        feed(backend, b, (5,) * 41, 0)
+    assert backend.reserve(b, 40)
+    assert not backend.reserve(a, 61)
+    feed(backend, a, (5,) * 60, 0)  # within what was set aside: always works
+    feed(backend, b, (5,) * 10, 0)
+    backend.truncate(b, 10)  # nothing to forget, and yet it lets go of the other 30
+    assert not backend.reserve(a, 91)
+    assert backend.reserve(a, 90)
+    backend.release(a)
+    assert backend.reserve(b, 100)
+    backend.check()
+
+
+def test_trees_are_refused(tiny: Open) -> None:
+    backend = tiny()
+    slot = backend.acquire()
+    assert not backend.info.can_tree
+    with pytest.raises(BackendError, match=r"a tree with parents \(-1, -1\)"):
+        backend.forward([Segment(slot, (1, 2), 0, 2, parents=(-1, -1))])
+    with pytest.raises(RollbackError, match="no trees"):
+        backend.keep(slot, 0, [0])
 
 
 def test_a_failed_forward_leaves_every_slot_as_it_was(tiny: Open) -> None:

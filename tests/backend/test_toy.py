@@ -1,4 +1,4 @@
-"""The toy model: its logits come from the cells it stores, and it misbehaves only when told to."""
+"""The toy model: its logits come from the cells it stores in pages, and it misbehaves only when told to."""
 
 from __future__ import annotations
 
@@ -163,3 +163,200 @@ def test_tokenizer() -> None:
         small.encode("x")
     with pytest.raises(InvalidParams, match="vocab_size = 0"):
         ToyBackend(0)
+
+
+# --- pages ---
+
+PAGE_SIZES = (1, 3, 16)
+DRAFTS = (9, 8, 7, 6, 5)
+
+
+def text_of(length: int) -> tuple[int, ...]:
+    return tuple((i * i + i // 3) % 10 for i in range(length))
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("length", [1, 3, 4, 15, 16, 17])
+@pytest.mark.parametrize("accepted", range(len(DRAFTS) + 1))
+@pytest.mark.parametrize("start", ["fresh", "hit", "fork"])
+def test_after_a_rollback_the_cells_are_those_of_a_fresh_prefill(
+    page_size: int, length: int, accepted: int, start: str
+) -> None:
+    """Drafts across a page's edge, kept in part; sglang PR #13826, TensorRT-LLM PR #16280, vllm#42971."""
+    backend = toy(page_size=page_size)
+    text = text_of(length)
+    slot = backend.acquire(text)
+    backend.forward([Segment(slot, text, 0, 0)])
+    backend.commit(slot, length)
+    others = []
+    if start == "hit":
+        others = [slot]
+        slot = backend.acquire(text)
+        hit = backend.length(slot)
+        assert hit == (length - 1) // page_size * page_size
+        backend.forward([Segment(slot, text[hit:], hit, 0)])
+    elif start == "fork":
+        others = [slot]
+        slot = backend.fork(slot)
+    rows = backend.forward([Segment(slot, DRAFTS, length, len(DRAFTS))])[0]
+    for i in range(len(DRAFTS)):
+        assert np.array_equal(rows[i], fresh_row((*text, *DRAFTS[: i + 1])))
+    kept = (*text, *DRAFTS[:accepted])
+    backend.commit(slot, len(kept))
+    backend.truncate(slot, len(kept))
+    assert backend.cached_tokens(slot) == kept
+    row = backend.forward([Segment(slot, (3,), len(kept), 1)])[0][0]
+    assert np.array_equal(row, fresh_row((*kept, 3)))
+    backend.check()
+    for other in others:
+        assert backend.cached_tokens(other) == text, "somebody else's cells changed"
+        assert np.array_equal(backend.forward([Segment(other, (4,), length, 1)])[0][0], fresh_row((*text, 4)))
+    backend.check()
+
+
+def test_rejected_drafts_are_nobodys_prefix() -> None:
+    backend = toy(page_size=2)
+    slot = backend.acquire()
+    backend.forward([Segment(slot, (*TOKENS, *DRAFTS), 0, 0)])
+    backend.commit(slot, len(TOKENS))
+    backend.truncate(slot, len(TOKENS))
+    assert backend.length(backend.acquire((*TOKENS, *DRAFTS))) == len(TOKENS)
+
+
+def test_warm_equals_cold() -> None:
+    """A prefix hit gives the rows of a fresh prefill, bit for bit, while its owner lives, and after."""
+    backend = toy(page_size=3)
+    owner = backend.acquire(text_of(20))
+    backend.forward([Segment(owner, text_of(20), 0, 0)])
+    backend.commit(owner, 20)
+    for alive in (True, False):
+        if not alive:
+            backend.release(owner)
+        slot = backend.acquire(text_of(20))
+        assert backend.length(slot) == 18
+        rows = backend.forward([Segment(slot, text_of(20)[18:], 18, 2)])[0]
+        assert np.array_equal(rows[0], fresh_row(text_of(19)))
+        assert np.array_equal(rows[1], fresh_row(text_of(20)))
+        backend.check()
+        backend.release(slot)
+    cold = toy(page_size=3, prefix_cache=False)
+    owner = cold.acquire(text_of(20))
+    cold.forward([Segment(owner, text_of(20), 0, 0)])
+    cold.commit(owner, 20)
+    assert cold.length(cold.acquire(text_of(20))) == 0
+
+
+@pytest.mark.parametrize(("asked", "given"), [(None, 4 * 64), (1, 16), (31, 16), (32, 32)])
+def test_memory_is_whole_pages(asked: int | None, given: int) -> None:
+    assert toy(kv_tokens=asked).info.kv_tokens == given
+    assert toy(kv_tokens=asked).info.page_size == 16
+    assert toy(max_len=17, page_size=16).info.kv_tokens == 4 * 32, "by default nobody ever waits for memory"
+
+
+def test_reserve_and_forward_refuse_what_does_not_fit() -> None:
+    backend = toy(page_size=4, kv_tokens=16)
+    a, b = backend.acquire(), backend.acquire()
+    assert backend.reserve(a, 9)
+    assert not backend.reserve(b, 5)
+    assert backend.reserve(b, 4)
+    backend.forward([Segment(a, (1,) * 9, 0, 0)])
+    with pytest.raises(BackendError, match=r"slot 0: no memory for 9 \+ 4 tokens in this forward; kv_tokens = 16"):
+        backend.forward([Segment(b, (1,), 0, 0), Segment(a, (1,) * 4, 9, 0)])
+    assert (backend.length(a), backend.length(b)) == (9, 0)
+    backend.check()
+    backend.truncate(b, 0)
+    assert backend.free_pages == 1
+    backend.truncate(a, 1)
+    assert backend.free_pages == 3
+
+
+def test_a_refused_forward_sets_nothing_aside() -> None:
+    backend = toy(page_size=4, kv_tokens=16)
+    a, b = backend.acquire(), backend.acquire()
+    with pytest.raises(BackendError, match="no memory"):
+        backend.forward([Segment(a, (1,) * 8, 0, 0), Segment(b, (1,) * 9, 0, 0)])
+    assert backend.free_pages == 4
+    backend.check()
+
+
+@pytest.mark.parametrize("spoil", ["held", "published"])
+def test_check_reads_the_cells(spoil: str) -> None:
+    backend = toy(page_size=4)
+    slot = backend.acquire()
+    backend.forward([Segment(slot, TOKENS, 0, 0)])
+    if spoil == "published":
+        backend.commit(slot, len(TOKENS))
+        backend.release(slot)
+    backend.check()
+    backend._cells[0, 1] += 1
+    with pytest.raises(InvariantError, match="cells hold"):
+        backend.check()
+
+
+# --- trees ---
+
+# Two branches from the root, one of which forks again; written in an order that mixes them.
+TREE = (5, 6, 7, 8, 5, 9, 0)
+PARENTS = (-1, -1, 0, 1, 0, 4, 3)
+
+
+def path_to(node: int) -> list[int]:
+    return [*(path_to(PARENTS[node]) if PARENTS[node] >= 0 else ()), node]
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 13, 16])
+@pytest.mark.parametrize("leaf", [None, *range(len(TREE))])
+def test_a_trees_rows_see_their_ancestors_and_the_kept_path_is_a_fresh_prefill(
+    page_size: int, length: int, leaf: int | None
+) -> None:
+    backend = toy(page_size=page_size)
+    slot, text = backend.acquire(), text_of(length)
+    if length:
+        backend.forward([Segment(slot, text, 0, 0)])
+    rows = backend.forward([Segment(slot, TREE, length, len(TREE), PARENTS)])[0]
+    for node in range(len(TREE)):
+        assert np.array_equal(rows[node], fresh_row((*text, *(TREE[i] for i in path_to(node)))))
+    path = [] if leaf is None else path_to(leaf)
+    backend.keep(slot, length, path)
+    backend.commit(slot, length + len(path))
+    kept = (*text, *(TREE[i] for i in path))
+    assert backend.cached_tokens(slot) == kept
+    backend.check()
+    assert np.array_equal(backend.forward([Segment(slot, (3,), len(kept), 1)])[0][0], fresh_row((*kept, 3)))
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [((-1,), "1 parents for 2 tokens"), ((-1, 1), r"parents\[1\] = 1; allowed: -1 to 0"), ((-2, 0), r"= -2; allowed")],
+)
+def test_bad_trees(parents: tuple[int, ...], message: str) -> None:
+    backend = toy()
+    with pytest.raises(BackendError, match=message):
+        backend.forward([Segment(backend.acquire(), (1, 2), 0, 1, parents)])
+
+
+def test_a_trees_depth_counts_against_max_len_and_not_its_width() -> None:
+    backend = toy(max_len=16)
+    slot = backend.acquire()
+    backend.forward([Segment(slot, text_of(15), 0, 0)])
+    with pytest.raises(BackendError, match=r"15 \+ 2 tokens, max_len is 16"):
+        backend.forward([Segment(slot, (1, 2), 15, 0, (-1, 0))])
+    backend.forward([Segment(slot, (1, 2), 15, 0, (-1, -1))])
+    backend.keep(slot, 15, [1])
+    assert backend.cached_tokens(slot) == (*text_of(15), 2)
+
+
+def test_keep_misbehaves_as_truncate_does() -> None:
+    silent, failing = toy(rollback="silent"), toy(rollback="fails")
+    for backend in (silent, failing, toy()):
+        slot = backend.acquire()
+        backend.forward([Segment(slot, (1, 2, 3), 0, 0, (-1, -1, -1))])
+        with pytest.raises(RollbackError, match="3 tokens; cannot keep 1 and"):
+            backend.keep(slot, 1, [0, 1, 2])
+    silent.keep(0, 0, [1])
+    assert silent.length(0) == 1
+    assert silent.cached_tokens(0) == (1, 2, 3)
+    with pytest.raises(RollbackError, match="told to refuse a rollback to 1"):
+        failing.keep(0, 0, [1])
+    failing.keep(0, 0, [0, 1, 2])

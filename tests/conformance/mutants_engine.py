@@ -10,6 +10,7 @@ from paceline.admission import admit_proposal
 from paceline.backend.toy import ToyBackend
 from paceline.draft import ModelDrafter
 from paceline.engine import Engine
+from paceline.schedule import Scheduler
 from paceline.sequence import Sequence as Running
 
 from .mutants import edit, mutant
@@ -26,12 +27,16 @@ def _(patch: Patch) -> None:
 
 @mutant("a rollback that does nothing", "it reports success and keeps the cells", "path", "mlx-lm#846")
 def _(patch: Patch) -> None:
-    edit(patch, ToyBackend.truncate, ('if self._rollback == "works":', "if False:"))
+    edit(patch, ToyBackend._forget, ('if self._rollback == "silent":', "if True:"))
 
 
 @mutant("a rollback one short", "one rejected draft stays visible", "path", "transformers#30042", "transformers#30413")
 def _(patch: Patch) -> None:
-    edit(patch, ToyBackend.truncate, ("self._written[slot] = length", "self._written[slot] = length + 1"))
+    edit(
+        patch,
+        ToyBackend._forget,
+        ("self._book.keep(slot, length, nodes)", "self._book.truncate(slot, min(length + 1, claimed))"),
+    )
 
 
 @mutant("a rollback one too far", "the last committed token's predecessor is lost", "memory", "transformers#30042")
@@ -73,7 +78,7 @@ def turned(rows: list[Any]) -> list[Any]:
 
 @mutant("slots leak", "whoever finishes keeps its KV slot", "memory", "sglang PR #13826")
 def _(patch: Patch) -> None:
-    edit(patch, Engine._release_slot, ("self.backend.release(slot)", "pass"))
+    edit(patch, Scheduler._release, ("self.backend.release(slot)", "pass"))
 
 
 @mutant("draft slots leak", "the drafter is not told that a request is over", "memory", "sglang PR #18984")

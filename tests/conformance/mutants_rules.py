@@ -343,12 +343,12 @@ def _(patch: Patch) -> None:
 
 @mutant("one noise for the whole batch", "a seed is broadcast, so requests are correlated", "law/joint", "vllm#50440")
 def _(patch: Patch) -> None:
-    edit(patch, Engine._schedule, ("self.make_draws(s.request.seed,", "self.make_draws(1,"))
+    edit(patch, Engine.step, ("self.make_draws(sequence.request.seed,", "self.make_draws(1,"))
 
 
 @mutant("one step start for all steps", "the engine keys every step like the first", "draws")
 def _(patch: Patch) -> None:
-    edit(patch, Engine._schedule, ("s.request.seed, len(s.tokens)", "s.request.seed, len(s.request.prompt_ids)"))
+    edit(patch, Engine.step, ("seed, len(sequence.tokens)", "seed, len(sequence.request.prompt_ids)"))
 
 
 @mutant(

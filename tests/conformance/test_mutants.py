@@ -11,7 +11,15 @@ import pytest
 
 from paceline.errors import PacelineError
 
-from . import mutants_drafting, mutants_engine, mutants_laws, mutants_rules, mutants_runs, mutants_sampling  # noqa: F401  (register mutants)  # noqa: F401  (register checks)
+from . import (  # noqa: F401  (each registers its mutants and checks)
+    mutants_drafting,
+    mutants_engine,
+    mutants_laws,
+    mutants_memory,
+    mutants_rules,
+    mutants_runs,
+    mutants_sampling,
+)
 from .mutants import HARMLESS, MUTANTS, Mutant
 from .mutants_checks import CHECKS
 

@@ -74,6 +74,8 @@ class FakeBackend:
         self.tokenizer: Tokenizer = FakeTokenizer(texts or [b"%d" % i for i in range(vocab_size)])
         self.logits = logits or hashed_logits(vocab_size)
         self.slots: dict[int, list[int]] = {}
+        self.reserved: dict[int, int] = {}
+        self.committed: dict[int, int] = {}
         self.batches: list[list[Segment]] = []
         self.fail_next_forward = self.fail_next_truncate = self.closed = False
         self._rows = np.zeros((max_step_tokens, vocab_size))
@@ -82,12 +84,27 @@ class FakeBackend:
     def tokens_forwarded(self) -> int:
         return sum(len(s.tokens) for batch in self.batches for s in batch)
 
-    def acquire(self) -> int:
+    def acquire(self, tokens: Sequence[int] = ()) -> int:
         free = set(range(self.info.max_slots)) - self.slots.keys()
         if not free:
             raise BackendError(f"all {self.info.max_slots} slots are in use")
         self.slots[min(free)] = []
+        self.reserved[min(free)] = self.committed[min(free)] = 0
         return min(free)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        others = sum(n for s, n in self.reserved.items() if s != slot)
+        if others + length > self.info.kv_tokens:
+            return False
+        self.reserved[slot] = max(length, self.reserved[slot])
+        return True
+
+    def commit(self, slot: int, length: int) -> None:
+        assert self.committed[slot] <= length <= len(self.slots[slot])
+        self.committed[slot] = length
+
+    def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        raise NotImplementedError
 
     def length(self, slot: int) -> int:
         return len(self.slots[slot])
@@ -99,7 +116,7 @@ class FakeBackend:
             assert s.start == len(self.slots[s.slot])
             assert s.tokens
             assert all(0 <= t < self.info.vocab_size for t in s.tokens)
-            assert s.start + len(s.tokens) <= self.info.max_len
+            assert s.start + len(s.tokens) <= min(self.info.max_len, self.reserved[s.slot])
             assert s.num_rows in (0, 1)
         if self.fail_next_forward:
             self.fail_next_forward = False
@@ -116,17 +133,18 @@ class FakeBackend:
         return rows
 
     def truncate(self, slot: int, length: int) -> None:
-        assert 0 <= length <= len(self.slots[slot])
+        assert self.committed[slot] <= length <= len(self.slots[slot])
         if self.fail_next_truncate:
             self.fail_next_truncate = False
             raise RollbackError("the fake was told to refuse")
         del self.slots[slot][length:]
+        self.reserved[slot] = length
 
     def fork(self, slot: int) -> int:
         raise NotImplementedError
 
     def release(self, slot: int) -> None:
-        del self.slots[slot]
+        del self.slots[slot], self.reserved[slot], self.committed[slot]
 
     def check(self) -> None:
         if not self.slots.keys() <= set(range(self.info.max_slots)):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.schedule import Turn, admit, plan, prefill_chunk
+from paceline.schedule import Turn, parts, plan, prefill_chunk
 
 
 def test_decoding_and_prefilling_share_a_step() -> None:
@@ -59,15 +61,13 @@ def test_budget_order_and_no_starvation(requests: list[tuple[int, int]], budget:
     assert first is None or first.prefill > 0
 
 
-def test_admission_keeps_the_order() -> None:
-    assert admit([10, 10, 10], 2, 100) == 2
-    assert admit([10, 90, 5], 9, 50) == 1  # the third would fit, but waits its turn
-    assert admit([], 4, 10) == 0
-    assert admit([5], 0, 10) == 0
-
-
-@given(st.lists(st.integers(1, 50), max_size=20), st.integers(0, 8), st.integers(0, 200))
-def test_admitted_requests_fit(needs: list[int], slots: int, tokens: int) -> None:
-    n = admit(needs, slots, tokens)
-    assert n <= slots
-    assert sum(needs[:n]) <= tokens
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=20), st.integers(1, 60))
+def test_forwards_stay_under_the_cap_and_split_nobody(rows: list[int], cap: int) -> None:
+    cuts = parts(rows, cap)
+    assert [i for cut in cuts for i in range(len(rows))[cut]] == list(range(len(rows)))
+    for cut in cuts:
+        part = rows[cut]
+        assert sum(part) <= cap or sum(n > 0 for n in part) == 1
+    # No more forwards than needed: two neighbours would not have fit together.
+    for one, two in itertools.pairwise(cuts):
+        assert sum(rows[one]) + rows[two][0] > cap

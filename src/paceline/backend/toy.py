@@ -1,9 +1,9 @@
 """An exact tiny language model, for tests, lessons and `LLM("toy")`.
 
-Its float64 logits are a hash of the tokens *stored in its KV cells*, read afresh for every row. Whoever
-leaves a stale cell behind, or puts a token in the wrong place, changes every later distribution: wrong
-bookkeeping shows as wrong text. Rows depend on nothing else, so they are bit-equal alone, in a batch and
-at any width, unless the model is told to misbehave.
+Its float64 logits are a hash of the tokens *stored in its KV cells*, read afresh for every row through the page
+tables. Whoever leaves a stale cell behind, puts a token in the wrong place, or shares a page that somebody writes,
+changes every later distribution: wrong bookkeeping shows as wrong text. Rows depend on nothing else, so they are
+bit-equal alone, in a batch, at any width, in a tree and on a prefix hit, unless the model is told to misbehave.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 from numba import njit, uint64
 from numpy.typing import NDArray
 
+from ..cache import PageBook
 from ..errors import BackendError, InvalidPrompt, InvariantError, RollbackError
 from ..params import integer
 from ..text.chat import render
@@ -69,6 +70,8 @@ class ToyBackend:
     order: the last `order` tokens shape the logits strongly (so that text repeats itself and lookup finds
     something); all earlier ones weakly, but visibly. sharpness: scale of the strong part.
     table: instead of the hash, a function from the visible tokens to *logits* [V]; for enumeration.
+    page_size: cells per page. kv_tokens: cells in all, rounded down to whole pages, but at least one; default
+    what max_seqs sequences of max_len take. prefix_cache: whether committed pages are shared.
     Misbehaviour: width_noise adds noise that depends on the number of tokens in the forward; rollback
     "fails" raises, "silent" claims success and keeps the cells; nan_when(visible tokens) makes a row NaN.
     """
@@ -85,26 +88,32 @@ class ToyBackend:
         max_seqs: int = 16,
         kv_tokens: int | None = None,
         max_step_tokens: int = 512,
+        page_size: int = 16,
+        prefix_cache: bool = True,
         can_truncate: bool = True,
         table: Table | None = None,
         width_noise: float = 0.0,
         rollback: Literal["works", "fails", "silent"] = "works",
         nan_when: Callable[[tuple[int, ...]], bool] | None = None,
     ) -> None:
-        for name, value in (("vocab_size", vocab_size), ("max_len", max_len), ("max_seqs", max_seqs)):
+        sizes = {"vocab_size": vocab_size, "max_len": max_len, "max_seqs": max_seqs, "page_size": page_size}
+        for name, value in sizes.items():
             integer(name, value, 1)
         stops = frozenset((vocab_size - 1,) if stop_ids is None else stop_ids)
+        num_pages = -(-max_len // page_size) * max_seqs if kv_tokens is None else max(1, kv_tokens // page_size)
         self.info = BackendInfo(
             name="toy",
             model=f"toy(V={vocab_size}, seed={seed})",
             vocab_size=vocab_size,
             stop_ids=stops,
             max_len=max_len,
-            kv_tokens=max_len * max_seqs if kv_tokens is None else kv_tokens,
+            kv_tokens=num_pages * page_size,
             max_slots=max_seqs,
             max_step_tokens=max_step_tokens,
             can_truncate=can_truncate,
             no_speculation_reason=None if can_truncate else "this toy was built without rollback",
+            can_tree=True,
+            page_size=page_size,
         )
         self.tokenizer = ToyTokenizer(vocab_size, stops)
         self.tokens_forwarded = 0
@@ -116,77 +125,98 @@ class ToyBackend:
             nan_when,
         )
         self._prior = _prior(vocab_size)
-        # _cells[s, :_written[s]] is what slot s attends to; _length[s] is what it says it holds. They
-        # differ only where rollback is told to be silent.
-        self._cells = np.full((max_seqs, 2 * max_len), -1, dtype=np.int64)
-        self._written = [0] * max_seqs
-        self._length = [0] * max_seqs
-        self._free = list(range(max_seqs - 1, -1, -1))
+        if rollback == "silent":  # room for the stale cells, which nobody reckons with
+            num_pages += -(-2 * max_len // page_size) * max_seqs
+        self._book = PageBook(num_pages, page_size, max_seqs, prefix_cache=prefix_cache)
+        # _cells[page, i] is what rows are made of. The book knows what is there; _claimed[slot] is the length that
+        # slot says it has. They differ only where rollback is told to be silent.
+        self._cells = np.full((num_pages, page_size), -1, dtype=np.int64)
+        self._flat = self._cells.reshape(-1)
+        self._claimed: dict[int, int] = {}
 
-    def acquire(self) -> int:
-        """An empty slot."""
-        if not self._free:
-            raise BackendError(f"toy model: all {self.info.max_slots} slots are in use; release one first")
-        slot = self._free.pop()
-        self._written[slot] = self._length[slot] = 0
+    def acquire(self, tokens: Sequence[int] = ()) -> int:
+        """A slot for a sequence that starts with `tokens`, holding what is published of them, but not all."""
+        slot = self._book.open(tokens)
+        self._claimed[slot] = self._book.length(slot)
         return slot
 
     def length(self, slot: int) -> int:
         """Tokens cached in `slot`."""
         self._must_hold(slot)
-        return self._length[slot]
+        return self._claimed[slot]
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Set pages aside for `length` tokens; False where too few are free."""
+        self._must_hold(slot)
+        stale = self._book.length(slot) - self._claimed[slot]
+        copies = self._book.reserve(slot, length + stale)
+        for source, destination in copies or ():
+            self._cells[destination] = self._cells[source]
+        return copies is not None
 
     def forward(self, batch: Sequence[Segment]) -> list[NDArray[Any]]:
         """float64[num_rows, V] for each segment."""
         width = sum(len(s.tokens) for s in batch)
         self._check_batch(batch, width)
+        self._reserve_all(batch)
         self.tokens_forwarded += width
         rows: list[NDArray[Any]] = []
         for segment in batch:
             slot, n = segment.slot, len(segment.tokens)
-            end = self._written[slot] + n
-            self._cells[slot, end - n : end] = segment.tokens
-            self._written[slot] = end
-            self._length[slot] += n
-            visible = range(end - segment.num_rows + 1, end + 1)
-            rows.append(np.array([self._row(self._cells[slot, :k], width) for k in visible]))
+            before = self._book.length(slot)
+            where = self._where(slot, before + n)
+            self._flat[where[before:]] = segment.tokens
+            self._book.append(slot, segment.tokens)
+            self._claimed[slot] += n
+            cells = self._flat[where]
+            seen = _seen(segment, before)
+            rows.append(np.array([self._row(cells[seen(i)], width) for i in range(n - segment.num_rows, n)]))
         return rows
+
+    def commit(self, slot: int, length: int) -> None:
+        """The first `length` tokens are committed: their full pages are published."""
+        self._must_hold(slot)
+        if not 0 <= length <= self._claimed[slot]:
+            raise BackendError(f"toy slot {slot} holds {self._claimed[slot]} tokens; cannot commit {length}")
+        self._book.commit(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens."""
         self._must_hold(slot)
-        if not 0 <= length <= self._length[slot]:
-            raise RollbackError(f"toy slot {slot} holds {self._length[slot]} tokens; cannot keep {length}")
-        if length == self._length[slot]:
-            return
-        if self._rollback == "fails" or not self.info.can_truncate:
-            raise RollbackError(f"toy slot {slot}: told to refuse a rollback to {length} tokens")
-        if self._rollback == "works":
-            self._written[slot] = length
-        self._length[slot] = length
+        self._forget(slot, length, range(0))
+
+    def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """Keep the first `length` tokens and, behind them, those `nodes` further on."""
+        self._must_hold(slot)
+        self._forget(slot, length, nodes)
 
     def fork(self, slot: int) -> int:
         """A new slot with the same tokens."""
         self._must_hold(slot)
-        copy = self.acquire()
-        self._cells[copy] = self._cells[slot]
-        self._written[copy], self._length[copy] = self._written[slot], self._length[slot]
+        copy = self._book.fork(slot)
+        self._claimed[copy] = self._claimed[slot]
         return copy
 
     def release(self, slot: int) -> None:
         """Give the slot back."""
         self._must_hold(slot)
-        self._free.append(slot)
+        self._book.release(slot)
+        del self._claimed[slot]
 
     def check(self) -> None:
-        """Raise InvariantError where lengths and cells disagree or a slot is free twice."""
-        if len(set(self._free)) != len(self._free):
-            raise InvariantError(f"toy model: a slot is free twice: {self._free}")
-        for slot in set(range(self.info.max_slots)) - set(self._free):
-            if self._written[slot] != self._length[slot]:
+        """Raise InvariantError where books, lengths and cells disagree."""
+        self._book.check()
+        for slot, claimed in self._claimed.items():
+            written = self._book.length(slot)
+            if written != claimed:
+                raise InvariantError(f"toy slot {slot} says {claimed} tokens but attends to {written}")
+            if self.cached_tokens(slot) != tuple(self._book.tokens(slot)):
                 raise InvariantError(
-                    f"toy slot {slot} says {self._length[slot]} tokens but attends to {self._written[slot]}"
+                    f"toy slot {slot}: cells hold {self.cached_tokens(slot)}, written were {self._book.tokens(slot)}"
                 )
+        for page, tokens in self._book.published():
+            if tuple(self._cells[page].tolist()) != tokens:
+                raise InvariantError(f"toy page {page}: cells hold {self._cells[page]}, published were {tokens}")
 
     def close(self) -> None:
         """Nothing to free."""
@@ -194,12 +224,41 @@ class ToyBackend:
     def cached_tokens(self, slot: int) -> tuple[int, ...]:
         """The tokens slot attends to, for tests that compare memory with a fresh prefill."""
         self._must_hold(slot)
-        return tuple(int(t) for t in self._cells[slot, : self._written[slot]])
+        return tuple(self._flat[self._where(slot, self._book.length(slot))].tolist())
 
     @property
     def slots_in_use(self) -> int:
         """How many slots are acquired."""
-        return self.info.max_slots - len(self._free)
+        return self._book.slots_in_use
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be had, published ones that nobody holds included."""
+        return self._book.free_pages
+
+    def _where(self, slot: int, length: int) -> IntArray:
+        """int64[length], the flat cell of every position."""
+        size = self.info.page_size
+        pages = np.array(self._book.pages(slot)[: -(-length // size)], dtype=np.int64)
+        return (pages[:, None] * size + np.arange(size)).reshape(-1)[:length]
+
+    def _forget(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """Keep `length` tokens and those `nodes` further on, or misbehave."""
+        claimed, kept = self._claimed[slot], length + len(nodes)
+        if not 0 <= length <= kept <= claimed:
+            raise RollbackError(
+                f"toy slot {slot} holds {claimed} tokens; cannot keep {length} and {len(nodes)} of a tree"
+            )
+        if kept < claimed and (self._rollback == "fails" or not self.info.can_truncate):
+            raise RollbackError(f"toy slot {slot}: told to refuse a rollback to {kept} tokens")
+        if self._rollback == "silent":
+            self._book.truncate(slot, self._book.length(slot))  # gives back what was reserved
+        else:
+            self._book.check_keep(slot, length, nodes)
+            where = self._where(slot, claimed)
+            self._flat[where[length:kept]] = self._flat[where[[length + node for node in nodes]]]
+            self._book.keep(slot, length, nodes)
+        self._claimed[slot] = kept
 
     def _row(self, visible: IntArray, width: int) -> FloatArray:
         vocab = self.info.vocab_size
@@ -216,34 +275,73 @@ class ToyBackend:
         return row
 
     def _must_hold(self, slot: int) -> None:
-        if not 0 <= slot < self.info.max_slots or slot in self._free:
+        if slot not in self._claimed:
             raise BackendError(f"toy slot {slot} is not in use; acquire() one first")
+
+    def _reserve_all(self, batch: Sequence[Segment]) -> None:
+        """Pages for every segment, or for none and BackendError."""
+        before: list[tuple[int, int]] = []
+        for s in batch:
+            before.append((s.slot, self._book.reserved(s.slot)))
+            if self.reserve(s.slot, s.start + len(s.tokens)):
+                continue
+            for slot, reserved in before:
+                self._book.unreserve(slot, reserved)
+            raise BackendError(
+                f"toy slot {s.slot}: no memory for {s.start} + {len(s.tokens)} tokens in this forward; "
+                f"kv_tokens = {self.info.kv_tokens} in pages of {self.info.page_size}"
+            )
 
     def _check_batch(self, batch: Sequence[Segment], width: int) -> None:
         if width > self.info.max_step_tokens:
             raise BackendError(f"toy forward of {width} tokens; at most {self.info.max_step_tokens} fit a step")
         if len({s.slot for s in batch}) != len(batch):
             raise BackendError(f"toy forward names a slot twice: {[s.slot for s in batch]}")
-        held = sum(self._length[slot] for slot in set(range(self.info.max_slots)) - set(self._free))
-        if held + width > self.info.kv_tokens:
-            raise BackendError(f"toy model holds {held} tokens; {width} more exceed kv_tokens = {self.info.kv_tokens}")
         for s in batch:
             self._must_hold(s.slot)
-            if s.start != self._length[s.slot]:
+            if s.start != self._claimed[s.slot]:
                 raise BackendError(
-                    f"toy slot {s.slot} holds {self._length[s.slot]} tokens, the segment starts at {s.start}"
+                    f"toy slot {s.slot} holds {self._claimed[s.slot]} tokens, the segment starts at {s.start}"
                 )
             if not s.tokens or not 0 <= s.num_rows <= len(s.tokens):
                 raise BackendError(f"toy slot {s.slot}: {s.num_rows} rows asked of {len(s.tokens)} new tokens")
-            if self._written[s.slot] + len(s.tokens) > self._cells.shape[1]:
+            if self._rollback == "silent" and self._book.length(s.slot) + len(s.tokens) > 2 * self.info.max_len:
                 raise BackendError(f"toy slot {s.slot}: its cells are full of tokens that were never rolled back")
-            if s.start + len(s.tokens) > self.info.max_len:
-                raise BackendError(
-                    f"toy slot {s.slot}: {s.start} + {len(s.tokens)} tokens, max_len is {self.info.max_len}"
-                )
+            _check_tree(s)
+            deepest = len(s.tokens) if s.parents is None else max(len(a) for a in _ancestors(s.parents))
+            if s.start + deepest > self.info.max_len:
+                raise BackendError(f"toy slot {s.slot}: {s.start} + {deepest} tokens, max_len is {self.info.max_len}")
             bad = [t for t in s.tokens if not 0 <= t < self.info.vocab_size]
             if bad:
                 raise BackendError(f"toy slot {s.slot}: token id {bad[0]}; allowed: 0 to {self.info.vocab_size - 1}")
+
+
+def _check_tree(segment: Segment) -> None:
+    """Raise BackendError where parents are not one for each token, each before its child."""
+    parents = segment.parents
+    if parents is None:
+        return
+    if len(parents) != len(segment.tokens):
+        raise BackendError(f"toy slot {segment.slot}: {len(parents)} parents for {len(segment.tokens)} tokens")
+    for i, parent in enumerate(parents):
+        if not -1 <= parent < i:
+            raise BackendError(f"toy slot {segment.slot}: parents[{i}] = {parent}; allowed: -1 to {i - 1}")
+
+
+def _ancestors(parents: Sequence[int]) -> list[list[int]]:
+    """For each node, the path to it from the root: its ancestors and itself."""
+    paths: list[list[int]] = []
+    for i, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), i])
+    return paths
+
+
+def _seen(segment: Segment, before: int) -> Callable[[int], slice | list[int]]:
+    """What token i of a segment sees of its slot's cells: the `before` cached ones, its ancestors and itself."""
+    if segment.parents is None:
+        return lambda i: slice(before + i + 1)
+    paths = _ancestors(segment.parents)
+    return lambda i: [*range(before), *(before + node for node in paths[i])]
 
 
 def _prior(vocab_size: int) -> FloatArray:

@@ -117,23 +117,13 @@ class ModelDrafter:
         """Drafts that fit the draft model's context. The last draft is never forwarded: hence the 1."""
         return self.backend.info.max_len - len(context.tokens) + 1
 
-    def _reserve(self, context: DraftContext, length: int) -> bool:
-        """Whether this request may hold `length` tokens beside what the others have reserved."""
-        others = sum(m.reserved for request_id, m in self._memories.items() if request_id != context.request_id)
-        if others + length > self.backend.info.kv_tokens:
-            return False
-        memory = self._memories.get(context.request_id)
-        if memory is not None:
-            memory.reserved = length
-        return True
-
     def _begin(self, job: _Job) -> None:
         """Bring the request's memory back to what is committed, or answer at once with nothing."""
         context, n = job.context, job.num_committed
         if context.request_id in self._unreadable:
             job.finish()
             return
-        if self._room(context) <= 0 or not self._reserve(context, n + max(0, job.budget - 1)):
+        if self._room(context) <= 0:
             self.release(context.request_id)  # others can use what it held
             job.finish()
             return
@@ -148,9 +138,15 @@ class ModelDrafter:
             job.finish()
             return
         if memory is None:
-            memory = self._memories[context.request_id] = _Memory(self.backend.acquire(), n + job.budget - 1)
+            slot = self.backend.acquire(context.tokens)
+            cached = list(context.tokens[: self.backend.length(slot)])
+            memory = self._memories[context.request_id] = _Memory(slot, cached, len(cached))
         job.memory = memory
         self._rewind(memory, context)
+        if not self.backend.reserve(memory.slot, n + job.budget - 1):
+            self.release(context.request_id)
+            job.finish()
+            return
         if context.params.has_penalties:
             if memory.counts is None:
                 memory.counts = TokenCounts(context.tokens[: context.prompt_length])
@@ -175,6 +171,7 @@ class ModelDrafter:
             self.backend.truncate(memory.slot, keep)
             del cached[keep:]
         memory.agreed = keep
+        self.backend.commit(memory.slot, keep)
 
     def _advance(self, active: Sequence[_Job]) -> None:
         """One forward, shared by as many as fit; those who need fewest tokens come first.
@@ -238,13 +235,11 @@ class ModelDrafter:
 class _Memory:
     """What the draft model holds of one request.
 
-    reserved: KV tokens it may come to. cached: the tokens in the slot. agreed: how many of them, from the
-    start, are known to be committed; they are never compared again. counts: penalties' counts of the
-    first `counted` committed tokens.
+    cached: the tokens in the slot. agreed: how many of them, from the start, are known to be committed; they
+    are never compared again. counts: penalties' counts of the first `counted` committed tokens.
     """
 
     slot: int
-    reserved: int
     cached: list[int] = field(default_factory=list)
     agreed: int = 0
     counts: TokenCounts | None = None

@@ -1,5 +1,6 @@
-"""Who runs in the next step, and with how many draft tokens."""
+"""Who runs in the next step, and with how many tokens. Integers and queues only."""
 
-from .fcfs import Turn, admit, plan, prefill_chunk
+from .fcfs import Turn, parts, plan, prefill_chunk
+from .scheduler import Scheduler
 
-__all__ = ["Turn", "admit", "plan", "prefill_chunk"]
+__all__ = ["Scheduler", "Turn", "parts", "plan", "prefill_chunk"]

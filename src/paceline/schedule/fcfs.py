@@ -56,12 +56,15 @@ def plan(uncached: Sequence[int], wanted: Sequence[int], max_step_tokens: int) -
     return turns
 
 
-def admit(needs: Sequence[int], free_slots: int, free_tokens: int) -> int:
-    """How many waiting requests, in order, fit now: one slot and needs[i] KV tokens each."""
-    admitted = 0
-    for need in needs[:free_slots]:
-        if need > free_tokens:
-            break
-        free_tokens -= need
-        admitted += 1
-    return admitted
+def parts(rows: Sequence[int], max_rows: int) -> list[slice]:
+    """Cut a step's requests, in order, into forwards of at most max_rows rows of logits.
+
+    rows[i]: rows of request i. Nobody is split: a request with more than max_rows goes alone.
+    """
+    cuts, held = [0], 0
+    for i, n in enumerate(rows):
+        if held and held + n > max_rows:
+            cuts.append(i)
+            held = 0
+        held += n
+    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(rows)], strict=True)]

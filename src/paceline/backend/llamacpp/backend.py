@@ -75,8 +75,8 @@ class LlamaCppBackend:
 
     # --- slots --------------------------------------------------------------------------------------
 
-    def acquire(self) -> int:
-        """An empty slot, the lowest that is free. Raises BackendError where none is."""
+    def acquire(self, tokens: Sequence[int] = ()) -> int:
+        """An empty slot, the lowest that is free; nothing is shared. Raises BackendError where none is."""
         self._model.check_open()
         if not self._free_slots:
             raise BackendError(f"all {self.info.max_slots} slots are in use; release one or raise max_seqs")
@@ -111,6 +111,17 @@ class LlamaCppBackend:
         self._in_use[slot] = False
         heapq.heappush(self._free_slots, slot)
 
+    def reserve(self, slot: int, length: int) -> bool:
+        """Set KV cells aside so that `slot` can grow to `length` tokens; False where too few are free."""
+        return self._cells.reserve(self._used(slot), length)
+
+    def commit(self, slot: int, length: int) -> None:
+        """Nothing is published here; see acquire()."""
+
+    def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """Trees are not run here (info.can_tree is False): raises RollbackError."""
+        raise RollbackError(f"slot {slot}: llama.cpp sequences hold no trees here, so no path can be kept")
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of `slot`.
 
@@ -122,6 +133,7 @@ class LlamaCppBackend:
         if not 0 <= length <= cached:
             raise RollbackError(f"cannot truncate slot {slot} to {length} tokens: it holds {cached}")
         if length == cached:
+            self._cells.cut(slot, length)
             return
         if length and not self.info.can_truncate:
             raise RollbackError(
@@ -187,6 +199,8 @@ class LlamaCppBackend:
                 raise BackendError(f"slot {slot}: {segment.num_rows} rows of {count} tokens make no sense")
             if segment.start != cached:
                 raise BackendError(f"slot {slot}: tokens start at {segment.start}, but {cached} are cached")
+            if segment.parents is not None:
+                raise BackendError(f"slot {slot}: a tree with parents {segment.parents}; only chains run on llama.cpp")
             if cached + count > info.max_len:
                 raise BackendError(
                     f"slot {slot}: {cached} tokens cached and {count} new make {cached + count}; "
@@ -198,10 +212,10 @@ class LlamaCppBackend:
             raise BackendError("the batch is empty")
         if total > info.max_step_tokens:
             raise BackendError(f"the batch has {total} tokens; one step takes {info.max_step_tokens}")
-        if total > self._cells.free:
+        if not all(self._cells.reserve(s.slot, s.start + len(s.tokens)) for s in batch):
             raise BackendError(
                 f"the batch has {total} tokens and the KV memory has room for {self._cells.free} "
-                f"of {info.kv_tokens}; release a slot or raise kv_tokens"
+                f"of {info.kv_tokens}, reserved ones included; release a slot or raise kv_tokens"
             )
         return ids
 

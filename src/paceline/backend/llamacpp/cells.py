@@ -18,6 +18,7 @@ class CellBook:
     def __init__(self, slots: int, capacity: int) -> None:
         self.capacity = capacity
         self._held: list[list[int]] = [[] for _ in range(slots)]
+        self._reserved = [0] * slots  # tokens a slot may grow to; only what exceeds its length counts
         self._holders = [0] * capacity
         self._free = list(range(capacity))
 
@@ -30,8 +31,20 @@ class CellBook:
         """Tokens cached in `slot`."""
         return len(self._held[slot])
 
+    def reserve(self, slot: int, length: int) -> bool:
+        """Set cells aside so that `slot` can grow to `length` tokens; False where too few are free."""
+        others = sum(
+            max(0, reserved - len(held))
+            for s, (reserved, held) in enumerate(zip(self._reserved, self._held, strict=True))
+            if s != slot
+        )
+        if length - len(self._held[slot]) > self.free - others:
+            return False
+        self._reserved[slot] = max(length, self._reserved[slot])
+        return True
+
     def grow(self, slot: int, count: int) -> None:
-        """Give `slot` `count` more cells; the caller has looked at `free`."""
+        """Give `slot` `count` more cells, which it has reserved."""
         at = len(self._free) - count
         new = self._free[at:]
         del self._free[at:]
@@ -40,7 +53,8 @@ class CellBook:
         self._held[slot] += new
 
     def cut(self, slot: int, length: int) -> None:
-        """Let go of all but the first `length` cells."""
+        """Let go of all but the first `length` cells, and of what was reserved."""
+        self._reserved[slot] = 0
         held = self._held[slot]
         for cell in held[length:]:
             self._holders[cell] -= 1

@@ -1,0 +1,144 @@
+"""Who holds a slot, who waits, and who has to give memory back. The one writer of the queues.
+
+Order of arrival holds throughout: whoever runs came before whoever waits, memory is handed out oldest first,
+and where there is too little the *newest* running request is preempted: its slot is released, it waits in
+front of all others, and what was cached is computed anew. So the oldest request is never preempted and gets
+its turn in every step. That bounds every wait: with prefill chunks of c tokens, a request is over after at
+most the sum of ceil(limit / c) + max_tokens steps over itself and all that arrived before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from ..errors import BackendError, PacelineError
+from ..types import Backend, FinishReason
+from .fcfs import Turn, plan
+
+
+class Runnable(Protocol):
+    """What the scheduler knows of a request. It writes all but tokens.
+
+    tokens: committed. cached: how many of them the slot holds. slot: -1 while it waits. num_cached_tokens: what the
+    first slot held at once; None before.
+    """
+
+    tokens: list[int]
+    cached: int
+    slot: int
+    num_preemptions: int
+    num_cached_tokens: int | None
+
+    @property
+    def uncached(self) -> int: ...
+
+    def finish(self, reason: FinishReason, *, error: PacelineError | None = None) -> None: ...
+
+
+R = TypeVar("R", bound=Runnable)
+
+
+class Scheduler(Generic[R]):
+    """Queues and slots of one engine.
+
+    waiting, running: in order of arrival; read only. backend: hands out slots and memory.
+    max_seqs: most requests that run at once.
+    """
+
+    def __init__(self, backend: Backend, max_seqs: int) -> None:
+        self.backend, self.max_seqs = backend, max_seqs
+        self.waiting: deque[R] = deque()
+        self.running: list[R] = []
+
+    def add(self, request: R) -> None:
+        """Queue a request behind all others."""
+        self.waiting.append(request)
+
+    def schedule(self, drafts_wanted: Callable[[R], int]) -> list[tuple[R, Turn]]:
+        """Everybody who has a turn in the next step, with memory set aside for it.
+
+        drafts_wanted(request): how many drafts it may use; cut to what memory and max_step_tokens allow.
+        A request that cannot ever run is finished with an error and stays in `running` for remove().
+        """
+        num_waiting = len(self.waiting)
+        granted: list[int] = []
+        while len(granted) < len(self.running):
+            request = self.running[len(granted)]
+            granted.append(self._make_room(request, drafts_wanted(request)))
+        if len(self.waiting) == num_waiting:
+            granted += self._admit(drafts_wanted)
+        able = [(r, n) for r, n in zip(self.running, granted, strict=False) if r.slot >= 0]
+        turns = plan([r.uncached for r, _ in able], [n for _, n in able], self.backend.info.max_step_tokens)
+        return [(r, turn) for (r, _), turn in zip(able, turns, strict=True) if turn.decode or turn.prefill]
+
+    def remove(self, request: R) -> None:
+        """Take a request off the queues and release its slot. The request is off even where releasing raises."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+        self._release(request)
+
+    # --- memory -------------------------------------------------------------------------------------
+
+    def _make_room(self, request: R, drafts: int) -> int:
+        """How many drafts fit; preempts whoever is newest until at least the step's own token does."""
+        if request.uncached > 1:
+            return 0  # it prefills, within what was reserved when it was admitted
+        while request.slot >= 0:
+            for fits in range(drafts, -1, -1):
+                if self.backend.reserve(request.slot, len(request.tokens) + fits):
+                    return fits
+            self._preempt(next(r for r in reversed(self.running) if r.slot >= 0))
+        return 0
+
+    def _preempt(self, request: R) -> None:
+        try:
+            self._release(request)
+        except PacelineError as error:
+            request.finish("error", error=error)
+            return
+        request.num_preemptions += 1
+        self.running.remove(request)
+        self.waiting.appendleft(request)
+
+    def _admit(self, drafts_wanted: Callable[[R], int]) -> list[int]:
+        """Let waiting requests in while there is memory for all their tokens and one step's drafts."""
+        granted = []
+        while self.waiting and len(self.running) < self.max_seqs:
+            request = self.waiting[0]
+            drafts = drafts_wanted(request)
+            try:
+                fits = self._enter(request, len(request.tokens) + drafts)
+            except PacelineError as error:
+                fits = True
+                request.finish("error", error=error)
+            if not fits:
+                break
+            self.running.append(self.waiting.popleft())
+            granted.append(drafts)
+        return granted
+
+    def _enter(self, request: R, length: int) -> bool:
+        """Give the request a slot with room for `length` tokens; False where memory is short for now."""
+        request.slot = self.backend.acquire(request.tokens)
+        request.cached = self.backend.length(request.slot)
+        if self.backend.reserve(request.slot, length):
+            if request.num_cached_tokens is None:
+                request.num_cached_tokens = request.cached
+            return True
+        self._release(request)
+        if self.running:
+            return False
+        info = self.backend.info
+        raise BackendError(
+            f"{info.model} has no memory for {length} tokens, though nobody else runs here: its {info.kv_tokens} "
+            "are in use elsewhere"
+        )
+
+    def _release(self, request: R) -> None:
+        slot, request.slot, request.cached = request.slot, -1, 0
+        if slot >= 0:
+            self.backend.release(slot)
