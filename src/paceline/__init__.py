@@ -12,12 +12,14 @@ from .params import SamplingParams
 from .types import CompletionOutput, DraftContext, Drafter, Proposal, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
+    from .async_engine import AsyncEngine
     from .llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CompletionOutput",
     "DraftContext",
     "Drafter",
@@ -32,9 +34,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # LLM brings numba, which takes half a second to import: `paceline --help` need not wait for it.
+    # Both bring numba, which takes half a second to import: `paceline --help` need not wait for it.
     if name == "LLM":
         from .llm import LLM
 
         return LLM
+    if name == "AsyncEngine":
+        from .async_engine import AsyncEngine
+
+        return AsyncEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,6 +15,10 @@
     │   └── RollbackError                truncate() did not leave the slot as asked
     ├── BadLogits                        NaN, +inf, or no finite entry in a row; names request and position
     ├── DrafterError                     a proposal that breaks the drafter contract
+    ├── EngineError                      an AsyncEngine that does not take, or does not finish, a request
+    │   ├── EngineFull                   as many requests are in flight as may be; try again later
+    │   ├── EngineClosed                 close() was called
+    │   └── EngineDead                   it broke down for good; open a new one
     └── InvariantError                   Paceline's own books do not balance; always a bug here
 
 Messages name the thing, repeat the caller's value and say what to do.
@@ -81,6 +85,22 @@ class BadLogits(PacelineError):
 
 class DrafterError(PacelineError):
     """A drafter returned something its contract forbids."""
+
+
+class EngineError(PacelineError):
+    """An AsyncEngine does not take a request, or does not finish one."""
+
+
+class EngineFull(EngineError):
+    """As many requests are in flight as may be. Passes by itself; a server answers 429 or 503."""
+
+
+class EngineClosed(EngineError):
+    """close() was called before the request was over, or before it was made."""
+
+
+class EngineDead(EngineError):
+    """The engine broke down and cannot go on; a new one must be opened."""
 
 
 class InvariantError(PacelineError):
