@@ -10,10 +10,12 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/nu
 ifeq ($(strip $(VENV)),)
   BIN :=
   STAMP :=
+  HF :=
   PY := $(PYTHON)
 else
   BIN := $(VENV)/bin/
   STAMP := $(VENV)/.installed
+  HF := $(VENV)/.installed-hf
   PY := $(BIN)python
 endif
 
@@ -31,22 +33,22 @@ help:
 	@echo "make install   make $(or $(VENV),nothing: VENV is empty) (the others do it as needed)"
 	@echo "make clean     remove what was made, .venv included; models stay in their cache"
 
-install: $(STAMP)
+install: $(STAMP) $(HF)
 
 demo: $(STAMP)
 	$(BIN)paceline demo
 
-test: $(STAMP)
+test: $(STAMP) $(HF)
 	$(PY) -m pytest -q -m "not slow"
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(HF)
 	$(PY) -m pytest -q
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 
-types: $(STAMP)
+types: $(STAMP) $(HF)
 	$(PY) -m mypy
 
 docs: $(STAMP)
@@ -72,5 +74,10 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "python -m venv failed (Debian: apt install python3-venv)" >&2; exit 1; }
 	@echo "Installing into $(VENV); compiling llama.cpp takes some minutes, this once"
 	$(BIN)python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[llamacpp,dev]'
+	@touch $@
+
+# PyTorch and transformers, for the tests of their backend. A torch that is there already is kept.
+$(HF): $(STAMP)
+	$(BIN)python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[hf]'
 	@touch $@
 endif

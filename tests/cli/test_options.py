@@ -112,6 +112,31 @@ def test_another_model_another_text() -> None:
     assert toy(*PROMPT, "--model", "toy:7", "--backend", "toy")["model"] == "toy:7"
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "demo"])
+def test_how_a_model_is_run(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an option that is read and goes nowhere."""
+    from paceline import LLM
+    from paceline.errors import ModelError
+
+    given: dict[str, Any] = {}
+
+    def stop(self: LLM, model: str, **options: Any) -> None:
+        given.update(options)
+        raise ModelError("far enough")
+
+    monkeypatch.setattr(LLM, "__init__", stop)
+    options = ["--backend", "hf", "--dtype", "float32", "--device", "cuda:1", "--page-size", "64", "--compile"]
+    options += ["--no-prefix-cache", "--threads", "3", "--max-len", "77"]
+    expected = {"backend": "hf", "dtype": "float32", "device": "cuda:1", "page_size": 64, "compile": True}
+    expected |= {"prefix_cache": False, "n_threads": 3, "max_len": 77, "max_seqs": 1}
+    result = paceline(command, "--model", "owner/name", *options, stdin="hello\n")
+    assert "far enough" in result.stderr
+    assert expected.items() <= given.items()
+    given.clear()
+    paceline(command, "--model", "owner/name", "--no-compile", stdin="hello\n")
+    assert (given["compile"], given["prefix_cache"], given["dtype"], given["backend"]) == (False, None, None, "auto")
+
+
 def test_chat_is_the_default_where_the_model_has_a_template() -> None:
     sizes = {
         mode: toy(*mode, "--prompt", "hello", "--max-tokens", "1")["usage"]["prompt_tokens"]
@@ -159,6 +184,10 @@ def test_a_model_without_a_template_continues_the_prompt_and_says_so(monkeypatch
         (["--backend", "tpu"], "backend = 'tpu'"),
         (["--backend", "llamacpp"], "cannot run model 'toy'"),
         (["--threads", "2"], "--threads 2 is not an option of a toy model"),
+        (["--dtype", "float32"], "dtype = 'float32' is not an option of backend 'toy'"),
+        (["--device", "cpu"], "device = 'cpu' is not an option of backend 'toy'"),
+        (["--compile"], "compile = True is not an option of backend 'toy'"),
+        (["--page-size", "0"], "--page-size"),
         (["--max-len", "0"], "--max-len"),
         (["--max-len", "10"], "tokens"),
         (["--format", "yaml"], "yaml"),

@@ -26,7 +26,7 @@ app = typer.Typer(
 app.command("generate")(expand_options(generate))
 app.command("chat")(expand_options(chat))
 app.command("rule")(rule)
-app.command("demo")(demo)
+app.command("demo")(expand_options(demo))
 app.add_typer(models_app, name="models")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from ..params import SamplingParams
 from ..types import RequestOutput
 from .exits import Debug
 from .loading import Session, open_session
-from .options import ModelOptions, OutputFormat
+from .options import BackendOptions, ModelOptions, OutputFormat
 from .prompts import decode, read_prompt
 from .report import print_json, print_table
 from .streaming import Message, TextWriter, as_request, run_request
@@ -89,6 +90,7 @@ class Series:
 
 def demo(
     *,
+    settings: BackendOptions,
     model: Annotated[str, typer.Option("--model", "-m", metavar="M", help="As for generate.")] = "smollm2",
     drafter: Annotated[str, typer.Option("--drafter", "-d", metavar="D", help="As for generate.")] = "lookup",
     draft_length: Annotated[
@@ -96,7 +98,6 @@ def demo(
     ] = OWN_DRAFT_LENGTH,
     runs: Annotated[int, typer.Option(metavar="N", help="Runs of each kind, in turn.", min=1)] = 3,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens of an answer.", min=1)] = 400,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="Default: one for each physical core.")] = None,
     prompt_file: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Another prompt, put into the model's chat template where it has one."),
@@ -119,7 +120,7 @@ def demo(
         draft_length=draft_length,
         stop=OWN_STOP if prompt_file is None else None,
     )
-    with open_session(ModelOptions(model=model, drafter=drafter, threads=threads)) as session:
+    with open_session(ModelOptions(model=model, drafter=drafter, **dataclasses.asdict(settings))) as session:
         request = as_request(session, text, False if prompt_file is None else None)
         if not as_json:
             _show_answer(session, request, params, OWN_TASK if prompt_file is None else str(prompt_file))

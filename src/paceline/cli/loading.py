@@ -81,7 +81,7 @@ def open_session(options: ModelOptions) -> Iterator[Session]:
         if drafter.kind == "model":
             with_drafter = f"model:{locate(options, drafter.argument, report)}"
         report(f"loading {options.model}", 0, None)
-        llm = _open(model, with_drafter, options)
+        llm = _open(model, with_drafter, options, report)
     with llm:
         off = llm.drafter.name == "none"
         yield Session(
@@ -98,27 +98,22 @@ def is_toy(model: str) -> bool:
 
 
 def locate(options: ModelOptions, name: str, report: Report) -> str:
-    """The path of a named model, fetched if it must be; toy models are names for good."""
-    if is_toy(name) or options.backend not in ("auto", "llamacpp"):
-        return name  # LLM knows toys, and refuses an unknown backend before it looks for the model
-    from ..models import resolve
+    """The path of a named model, fetched if it must be; toy models and hub ids are names for good."""
+    from ..llm import BACKENDS, chosen_backend
+    from ..models import resolve, resolve_weights
 
-    return str(resolve(name, report))
+    if is_toy(name) or options.backend not in BACKENDS:
+        return name  # LLM refuses an unknown backend before it looks for the model
+    kind = chosen_backend(name, options.backend)
+    return str(resolve_weights(name, report) if kind == "hf" else resolve(name, report))
 
 
-def _open(model: str, drafter: str, options: ModelOptions) -> LLM:
+def _open(model: str, drafter: str, options: ModelOptions, report: Report) -> LLM:
     from ..llm import LLM
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        llm = LLM(
-            model,
-            drafter=drafter,
-            backend=options.backend,
-            max_seqs=1,
-            max_len=options.max_len,
-            n_threads=options.threads,
-        )
+        llm = LLM(model, drafter=drafter, max_seqs=1, progress=report, **options.keywords())
     for warning in caught:
         say_note(str(warning.message))
     return llm

@@ -182,30 +182,17 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """What is loaded: the keywords of LLM."""
+class BackendOptions:
+    """How a model is run: the keywords of LLM. What a backend does not have it refuses."""
 
-    model: Annotated[
+    backend: Annotated[
         str,
         typer.Option(
-            "--model",
-            "-m",
-            metavar="M",
-            help="A name (see: paceline models list), the path of a GGUF file, or toy.",
+            metavar="B",
+            help="auto (llamacpp for names and GGUF files, hf for folders and hub ids), llamacpp, hf or toy.",
             rich_help_panel=MODEL,
         ),
-    ] = "smollm2"
-    drafter: Annotated[
-        str,
-        typer.Option(
-            "--drafter",
-            "-d",
-            metavar="D",
-            help="auto, none, lookup, or model:M for a second model with the same vocabulary.",
-            rich_help_panel=SPECULATION,
-        ),
     ] = "auto"
-    backend: Annotated[str, typer.Option(metavar="B", help="auto, llamacpp or toy.", rich_help_panel=MODEL)] = "auto"
     max_len: Annotated[
         int | None,
         typer.Option(
@@ -219,6 +206,77 @@ class ModelOptions:
         int | None,
         typer.Option(metavar="N", min=1, help="Default: one for each physical core.", rich_help_panel=MODEL),
     ] = None
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T",
+            help="hf: float64, float32, bfloat16 or float16. Default: the model's, bfloat16 for a GGUF.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="hf: where PyTorch computes. Default: cpu.", rich_help_panel=MODEL),
+    ] = None
+    page_size: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="hf, toy: tokens per page. Default: 16.", rich_help_panel=MODEL),
+    ] = None
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            metavar="",
+            help="hf: compile the model first, which takes a minute.",
+            rich_help_panel=MODEL,
+        ),
+    ] = None
+    no_prefix_cache: Annotated[
+        bool,
+        typer.Option(
+            "--no-prefix-cache", metavar="", help="Share no pages between equal beginnings.", rich_help_panel=MODEL
+        ),
+    ] = False
+
+    def keywords(self) -> dict[str, Any]:
+        """As LLM takes them; what was not given is None."""
+        return {
+            "backend": self.backend,
+            "max_len": self.max_len,
+            "n_threads": self.threads,
+            "dtype": self.dtype,
+            "device": self.device,
+            "page_size": self.page_size,
+            "compile": self.compile,
+            "prefix_cache": False if self.no_prefix_cache else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(BackendOptions):
+    """What is loaded, with which drafter."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="M",
+            help="A name (see: paceline models list), the path of a GGUF file or a Hugging Face folder, a hub id "
+            "owner/name, or toy.",
+            rich_help_panel=MODEL,
+        ),
+    ] = "smollm2"
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            "-d",
+            metavar="D",
+            help="auto, none, lookup, or model:M for a second model with the same vocabulary.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = "auto"
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

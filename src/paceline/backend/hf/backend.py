@@ -1,0 +1,397 @@
+"""HFBackend: the Backend protocol over a transformers model whose keys and values lie in Paceline's own pages.
+
+A forward is one packed row of all segments' new tokens with explicit positions and no cache of the model's own; who
+attends to what travels in a context variable to the attention function (attention.py). `PageBook` says whose tokens sit
+in which pages; this module owns the tensors behind them and moves what the books tell it to move.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...cache import PageBook
+from ...errors import BackendError, InvalidParams, InvariantError, PacelineError, RollbackError
+from ...params import integer
+from ...types import BackendInfo, Segment, Tokenizer
+from .loading import load
+from .pools import Pools
+from .probe import probe, probe_compiled
+from .runner import Runner
+from .step import Part, Step, depths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["HFBackend"]
+
+MAX_SEQS = 65536
+MAX_INT = 2**31 - 1
+DEFAULT_STEP_TOKENS = 1024
+Progress = Callable[[str, int, int | None], None]
+
+
+class HFBackend:
+    """Run any decoder of transformers that attends through its attention interface. Use it from one thread at a time.
+
+    model: a folder, a hub id, a .gguf file, or an open PreTrainedModel, which is used as it is and attends through
+    Paceline until close(). tokenizer: instead of the model's own. max_seqs: slots. max_len: tokens one slot may hold
+    (default: what the model was trained for, at most 4,096). clip_max_len: max_len is only an upper bound, so more than
+    the model was trained for is no error. kv_tokens: tokens all slots together may hold, shared ones counted once
+    (default: max_len * min(max_seqs, 4)); rounded up to pages. page_size: tokens per page. prefix_cache: whether
+    published pages are shared. max_step_tokens: tokens in one forward (default: 1,024, at most kv_tokens).
+    n_threads: PyTorch's threads, a setting of the whole process; None leaves it alone. dtype: of weights and pages,
+    e.g. "bfloat16". device: e.g. "cuda"; None is "cpu". compile: torch.compile the forward, which takes a
+    minute or so, once. progress(description, bytes done, bytes in all) follows the loading.
+
+    Raises ModelNotFound and ModelFormatError for a model that cannot be used, by name and reason; InvalidParams for a
+    number out of range; UnsupportedOption where torch or transformers is missing.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | PreTrainedModel,
+        *,
+        tokenizer: Tokenizer | None = None,
+        max_seqs: int = 16,
+        max_len: int | None = None,
+        n_threads: int | None = None,
+        max_step_tokens: int | None = None,
+        kv_tokens: int | None = None,
+        page_size: int = 16,
+        prefix_cache: bool = True,
+        dtype: str | None = None,
+        device: str | None = None,
+        compile: bool = False,  # noqa: A002  # the word users know
+        clip_max_len: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        seqs = integer("max_seqs", max_seqs, 1, MAX_SEQS)
+        size = integer("page_size", page_size, 1, MAX_INT)
+        wanted_kv = None if kv_tokens is None else integer("kv_tokens", kv_tokens, 1, MAX_INT)
+        if max_step_tokens is not None:
+            integer("max_step_tokens", max_step_tokens, 1, MAX_INT)
+        loaded = load(
+            model,
+            dtype=dtype,
+            device=device,
+            max_len=max_len,
+            clip_max_len=clip_max_len,
+            n_threads=n_threads,
+            progress=progress,
+            tokenizer=tokenizer,
+        )
+        length, pages = _room(loaded.max_len, max_len, wanted_kv, clip_max_len, seqs, size)
+        step_tokens = _step_tokens(max_step_tokens, pages * size)
+        self.tokenizer: Tokenizer = loaded.tokenizer
+        self.info = BackendInfo(
+            name="hf",
+            model=loaded.name,
+            vocab_size=loaded.vocab_size,
+            stop_ids=loaded.stop_ids,
+            max_len=length,
+            kv_tokens=pages * size,
+            max_slots=seqs,
+            max_step_tokens=step_tokens,
+            can_tree=True,
+            page_size=size,
+        )
+        self._dtype = np.float64 if loaded.dtype == torch.float64 else np.float32
+        self._pools = Pools(pages, size, loaded.device)
+        self._book = PageBook(pages, size, seqs, prefix_cache=prefix_cache)
+        self._trees: dict[int, _Tree] = {}
+        self._model: Any = loaded.model
+        self._attention_before = self._model.config._attn_implementation
+        probe(self._model, loaded.name, self._pools, length, loaded.vocab_size)
+        self._run = Runner(self._model)
+        if compile:
+            self._compile(progress, own=self._model is not model)
+
+    def _compile(self, progress: Progress | None, *, own: bool) -> None:
+        """Put a compiled forward in the model's place, once it has said the same. own: nobody else has the model."""
+        from .compiled import compile_forward
+
+        try:
+            compiled = Runner(self._model, compile_forward(self._model, name=self.info.model, progress=progress))
+            probe_compiled(self._run, compiled, self.info.model, self._pools, self.info.max_len, self.info.vocab_size)
+        except BaseException:
+            self.close()
+            raise
+        self._run = compiled
+        if own:
+            self._model.to("meta")  # the compiled forward has weights of its own
+
+    # --- slots --------------------------------------------------------------------------------------
+
+    def acquire(self, tokens: Sequence[int] = ()) -> int:
+        """A slot for a sequence that starts with `tokens`; length() says how many of them it holds already.
+
+        Raises BackendError where no slot is free.
+        """
+        self._check_open()
+        return self._book.open(tokens)
+
+    def length(self, slot: int) -> int:
+        """Tokens cached in `slot`."""
+        return self._book.length(slot)
+
+    def reserve(self, slot: int, length: int) -> bool:
+        """Set pages aside so that `slot` can grow to `length` tokens; False, and nothing done, if too few are free."""
+        self._check_open()
+        copies = self._book.reserve(slot, length)
+        if copies is None:
+            return False
+        self._pools.copy_pages(copies)
+        return True
+
+    def commit(self, slot: int, length: int) -> None:
+        """The first `length` cached tokens are committed: full pages of them may be published.
+
+        Raises BackendError where fewer are cached, or some of them are branches of a tree.
+        """
+        self._check_open()
+        self._settled(slot, length)
+        self._book.commit(slot, length)
+
+    def fork(self, slot: int) -> int:
+        """A new slot that holds the same tokens in the same pages; whoever writes to one copies it first."""
+        self._check_open()
+        self._settled(slot, self._book.length(slot))
+        return self._book.fork(slot)
+
+    def release(self, slot: int) -> None:
+        """Give the slot back, whatever its state."""
+        self._book.release(slot)
+        self._trees.pop(slot, None)
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget all but the first `length` tokens of `slot`, and what was set aside.
+
+        Raises RollbackError where fewer are cached, or what would stay is not one branch of a tree.
+        """
+        self._check_open()
+        cached = self._book.length(slot)
+        if not 0 <= length <= cached:
+            raise RollbackError(f"cannot truncate slot {slot} to {length} tokens: it holds {cached}")
+        tree = self._trees.get(slot)
+        if tree is not None and not tree.is_path(range(length - tree.start)):
+            raise RollbackError(
+                f"cannot truncate slot {slot} to {length} tokens: from {tree.start} on it holds a tree with parents "
+                f"{tree.parents}; keep() one branch"
+            )
+        self._book.truncate(slot, length)
+        self._trees.pop(slot, None)
+
+    def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
+        """After a tree: keep the first `length` tokens and, behind them, those `nodes` further on.
+
+        Keys are stored rotated to their position in the sequence, and along a path from the cached tokens a node's
+        depth is its place: its keys and values are moved as they are. Raises RollbackError where nodes are not a path.
+        """
+        self._check_open()
+        cached = self._book.length(slot)
+        tree = self._trees.get(slot) or _Tree(0, tuple(range(-1, cached - 1)))
+        kept = [*range(length - tree.start), *(length - tree.start + node for node in nodes)]
+        if not (tree.start <= length <= cached and all(0 <= node < cached - length for node in nodes)):
+            raise RollbackError(
+                f"cannot keep {length} tokens and nodes {list(nodes)} of slot {slot}: it holds {cached} tokens, "
+                f"the last tree from {tree.start} on"
+            )
+        if not tree.is_path(kept):
+            raise RollbackError(
+                f"cannot keep {length} tokens and nodes {list(nodes)} of slot {slot}: not one path of the tree "
+                f"from {tree.start} on with parents {tree.parents}"
+            )
+        self._book.check_keep(slot, length, nodes)
+        moves = [(length + node, length + place) for place, node in enumerate(nodes) if node != place]
+        if moves:
+            pages, size = self._book.pages(slot), self.info.page_size
+            sources, targets = (
+                [pages[at // size] * size + at % size for at in ends] for ends in zip(*moves, strict=True)
+            )
+            self._pools.move_cells(sources, targets)
+        self._book.keep(slot, length, nodes)
+        self._trees.pop(slot, None)
+
+    # --- forward ------------------------------------------------------------------------------------
+
+    def forward(self, batch: Sequence[Segment]) -> list[NDArray[Any]]:
+        """Cache every segment's tokens; float32[num_rows, V] logits for each segment (float64 of a float64 model).
+
+        Raises BackendError naming slot and size, and caches nothing, for an empty batch or segment, a slot that is
+        not in use, comes twice or holds a tree nobody decided, a start that is not the cached length, a token outside
+        the vocabulary, parents that are no tree, more tokens than a step, a slot or the memory holds, and for
+        whatever goes wrong inside PyTorch.
+        """
+        self._check_open()
+        ids = self._check(batch)
+        self._reserve(batch)
+        step, rows = self._pack(batch)
+        try:
+            logits = self._run(step, ids, rows)
+            values = np.asarray(logits.to("cpu", torch.float64 if self._dtype == np.float64 else torch.float32))
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise BackendError(
+                f"a forward of {len(ids)} tokens for slots {[s.slot for s in batch]} failed with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for segment in batch:
+            self._book.append(segment.slot, segment.tokens)
+            if segment.parents is not None:
+                self._trees[segment.slot] = _Tree(segment.start, tuple(segment.parents))
+        out, at = [], 0
+        for segment in batch:
+            out.append(values[at : at + segment.num_rows])
+            at += segment.num_rows
+        return out
+
+    def _pack(self, batch: Sequence[Segment]) -> tuple[Step, NDArray[np.int64]]:
+        """The step, and which rows of the packed row give logits: at least one, for a model always gives some."""
+        parts: list[Part] = []
+        rows: list[int] = []
+        at = 0
+        for segment in batch:
+            count = len(segment.tokens)
+            tree = (None, None) if segment.parents is None else depths(segment.parents)
+            pages = self._book.pages(segment.slot)
+            parts.append(Part(at, count, segment.start, pages, *tree))
+            at += count
+            rows.extend(range(at - segment.num_rows, at))
+        return Step(parts, self._pools), np.array(rows or [at - 1], np.int64)
+
+    def _reserve(self, batch: Sequence[Segment]) -> None:
+        """Pages for all segments, or BackendError with every slot's pages as they were."""
+        grown: list[tuple[int, int]] = []
+        for segment in batch:
+            slot, end = segment.slot, segment.start + len(segment.tokens)
+            before = self._book.reserved(slot)
+            if self.reserve(slot, end):
+                grown.append((slot, before))
+                continue
+            for other, length in grown:
+                self._book.unreserve(other, length)
+            raise BackendError(
+                f"slot {slot}: no room for {end} tokens; {self._book.free_pages} of {self._pools.num_pages} pages of "
+                f"{self.info.page_size} tokens are free; release a slot or raise kv_tokens"
+            )
+
+    def _check(self, batch: Sequence[Segment]) -> NDArray[np.int64]:
+        """Everything about a batch but memory; the packed token ids int64[total]."""
+        info = self.info
+        seen: set[int] = set()
+        packed = array("q")
+        for segment in batch:
+            slot, count = segment.slot, len(segment.tokens)
+            cached = self._book.length(slot)
+            if slot in seen:
+                raise BackendError(f"slot {slot} comes twice in one batch")
+            seen.add(slot)
+            if not count or not 0 <= segment.num_rows <= count:
+                raise BackendError(f"slot {slot}: {segment.num_rows} rows of {count} tokens make no sense")
+            if segment.start != cached:
+                raise BackendError(f"slot {slot}: tokens start at {segment.start}, but {cached} are cached")
+            self._settled(slot, cached)
+            deepest = count if segment.parents is None else _depth(slot, count, segment.parents)
+            if cached + deepest > info.max_len:
+                raise BackendError(
+                    f"slot {slot}: {cached} tokens cached and {deepest} new make {cached + deepest}; "
+                    f"the context holds {info.max_len}"
+                )
+            packed.extend(self._token_ids(slot, segment.tokens))
+        if not packed:
+            raise BackendError("the batch is empty")
+        if len(packed) > info.max_step_tokens:
+            raise BackendError(f"the batch has {len(packed)} tokens; one step takes {info.max_step_tokens}")
+        return np.frombuffer(packed, np.int64)
+
+    def _token_ids(self, slot: int, tokens: Sequence[int]) -> array[int]:
+        try:
+            ids = array("q", tokens)  # strict: numpy would cut 1.5 to 1
+            if min(ids) >= 0 and max(ids) < self.info.vocab_size:
+                return ids
+        except (TypeError, OverflowError):
+            pass
+        V = self.info.vocab_size
+        bad = next(t for t in tokens if not (isinstance(t, SupportsIndex) and 0 <= t.__index__() < V))
+        raise BackendError(f"slot {slot}: token id {bad!r} is not an integer in 0 .. {V - 1}")
+
+    def _settled(self, slot: int, length: int) -> None:
+        """Raise BackendError where the first `length` tokens of a slot include branches of a tree."""
+        tree = self._trees.get(slot)
+        if tree is not None and not tree.is_path(range(length - tree.start)):
+            raise BackendError(
+                f"slot {slot} holds a tree from {tree.start} on with parents {tree.parents}; keep() one branch first"
+            )
+
+    # --- upkeep -------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise InvariantError where the books do not balance."""
+        self._book.check()
+        for slot, tree in self._trees.items():
+            if self._book.length(slot) != tree.start + len(tree.parents):
+                raise InvariantError(
+                    f"slot {slot} holds {self._book.length(slot)} tokens, but its tree has {len(tree.parents)} from "
+                    f"{tree.start} on"
+                )
+
+    def close(self) -> None:
+        """Free model and pages; a model that was given open attends as before. Idempotent."""
+        if self._model is not None:
+            self._model.set_attn_implementation(self._attention_before)
+            self._model = self._run = None  # type: ignore[assignment]
+            self._pools.free()
+
+    def _check_open(self) -> None:
+        if self._model is None:
+            raise BackendError("the model is closed")
+
+
+class _Tree:
+    """What the last segment of a slot was, until somebody decides which branch stays."""
+
+    def __init__(self, start: int, parents: tuple[int, ...]) -> None:
+        self.start, self.parents = start, parents
+
+    def is_path(self, nodes: Sequence[int]) -> bool:
+        """Whether every node continues the one before it, the first one the cached tokens."""
+        before = -1
+        for node in nodes:
+            if self.parents[node] != before:
+                return False
+            before = node
+        return True
+
+
+def _depth(slot: int, count: int, parents: Sequence[int]) -> int:
+    """Nodes on the longest path. Raises BackendError for parents that are no tree in order."""
+    if len(parents) != count or any(not -1 <= parent < i for i, parent in enumerate(parents)):
+        raise BackendError(f"slot {slot}: parents {tuple(parents)} of {count} tokens; a parent precedes its child")
+    return int(depths(parents)[0].max()) + 1
+
+
+def _room(
+    longest: int, wanted: int | None, kv_tokens: int | None, clip: bool, seqs: int, page_size: int
+) -> tuple[int, int]:
+    """max_len and the number of pages."""
+    if kv_tokens is None:
+        return longest, -(-longest * min(seqs, 4) // page_size)
+    if kv_tokens < longest and wanted is not None and not clip:
+        raise InvalidParams(f"kv_tokens = {kv_tokens}; allowed: at least max_len = {longest}")
+    return min(longest, kv_tokens), -(-kv_tokens // page_size)
+
+
+def _step_tokens(wanted: int | None, kv_tokens: int) -> int:
+    if wanted is None:
+        return min(DEFAULT_STEP_TOKENS, kv_tokens)
+    if wanted > kv_tokens:
+        raise InvalidParams(f"max_step_tokens = {wanted}; allowed: at most kv_tokens = {kv_tokens}")
+    return wanted
