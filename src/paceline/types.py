@@ -381,7 +381,7 @@ class Backend(Protocol):
         ...
 
     def fork(self, slot: int) -> int:
-        """A new slot that holds the same tokens."""
+        """A new slot that holds the same tokens. What `slot` had reserved may be given back: reserve again."""
         ...
 
     def release(self, slot: int) -> None:

@@ -137,7 +137,13 @@ class Moves(RuleBasedStateMachine):
     @precondition(lambda self: self.has_slot() and self.can_open())
     @rule(data=st.data())
     def fork(self, data: Any) -> None:
-        self.memory.fork(self.some_slot(data))
+        """Both write on, or one, or neither: what they share must not change."""
+        slot = self.some_slot(data)
+        new = self.memory.fork(slot)
+        self.memory.compare()
+        for writer in data.draw(st.sampled_from(((), (slot,), (new,), (slot, new))), label="writers"):
+            self.memory.grow(writer, [data.draw(TOKEN)])
+            self.memory.compare()
         self.done("fork")
 
     @precondition(has_slot)
@@ -175,7 +181,7 @@ def test_random_moves(page_size: int) -> None:
     special = {key: COUNTS.pop(key) for key in ("hits", "copies", "refusals")}
     assert sum(COUNTS.values()) >= 4_000, COUNTS
     assert len(COUNTS) == 11, COUNTS
-    assert min(COUNTS.values()) >= 50, COUNTS
+    assert min(COUNTS.values()) >= 30, COUNTS
     # With one token a page nothing is partly filled, so nothing is ever copied.
-    assert (special.pop("copies") >= 100) == (page_size > 1)
-    assert min(special.values()) >= 100, special
+    assert (special.pop("copies") >= 30) == (page_size > 1)
+    assert min(special.values()) >= 60, special
