@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import LookupDrafter, NoDrafter
+from paceline.draft import LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.types import Backend, Drafter, RequestOutput
@@ -226,3 +226,37 @@ def test_alone_is_in_company(kind: str, capsys: pytest.CaptureFixture[str]) -> N
     assert totals.cancelled > 30
     assert totals.accepted > 500
     assert totals.rejected > 500
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", OPEN)
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_warm_is_cold(kind: str, page_size: int) -> None:
+    """sglang PR #10846, vllm#47930, vllm#40624: what the prefix cache gives back changes neither a token nor what is
+    accepted. mlx-vlm#1715: nor does it where the draft model's own memory was shared too."""
+    backend = OPEN[kind](max_seqs=4, page_size=page_size, **({"max_len": MAX_LEN} if kind == "hf" else {}))
+    shared = 0
+    for number in range(len(jobs())):
+        job = jobs()[number]
+        drafter: Drafter = mostly_right(kind)
+        if kind == "toy":  # drafts with a model of its own, which shares prefixes as well
+            drafter = ModelDrafter(
+                ToyBackend(VOCAB, stop_ids=(STOP,), seed=6, page_size=page_size), "model:six", backend
+            )
+        engine = Engine(backend, drafter, draft_length=3)
+        runs = []
+        for _ in range(2):
+            engine.add(job.prompt, job.params)
+            runs.append(next(c.output for c in iterate(engine) if c.output is not None))
+        cold, warm = runs
+        assert warm.outputs[0].token_ids == cold.outputs[0].token_ids == alone(kind, number).outputs[0].token_ids
+        for name in ("steps", "drafted_at", "accepted_at", "emitted"):
+            assert getattr(warm.speculation, name) == getattr(cold.speculation, name), name
+        assert warm.num_cached_tokens == (len(job.prompt) - 1) // page_size * page_size
+        shared += warm.num_cached_tokens
+    assert shared > 100
+
+
+def iterate(engine: Engine) -> Iterator[Any]:
+    while engine.has_work:
+        yield from engine.step()
