@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 
 from .engine_thread import END, EngineThread, Ticket
 from .errors import EngineClosed, InvalidInput, InvalidParams, InvariantError, PacelineError
-from .llm import LLM, Message, Prompt, _spread
+from .llm import LLM, Message, Prompt, spread
 from .params import SamplingParams, integer
 from .types import Backend, RequestOutput, StreamChunk
 
@@ -36,7 +36,6 @@ class AsyncEngine:
         if isinstance(model, LLM) and options:
             raise InvalidParams(f"{next(iter(options))} cannot be chosen for an LLM, which is open already")
         llm = model if isinstance(model, LLM) else LLM(model, **options)
-        _take_over(llm)
         self._thread = EngineThread(llm, max_waiting)
         # Whoever forgets close(): the thread ends with the last reference, and frees the model.
         weakref.finalize(self, self._thread.stop).atexit = False
@@ -59,13 +58,13 @@ class AsyncEngine:
         Nothing happens before the first `await`. wait: where the engine is full, wait in line, first come first
         served, instead of EngineFull at once.
         """
-        return AsyncStream(self, prompt, _spread(params, 1)[0], wait=wait)
+        return AsyncStream(self, prompt, spread(params, 1)[0], wait=wait)
 
     async def generate(
         self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None, *, wait: bool = False
     ) -> RequestOutput:
         """The whole output of one prompt or one conversation. Cancelling the task cancels the request."""
-        async with AsyncStream(self, prompt, _spread(params, 1)[0], wait=wait, whole=True) as stream:
+        async with AsyncStream(self, prompt, spread(params, 1)[0], wait=wait, whole=True) as stream:
             async for chunk in stream:
                 if chunk.output is not None:
                     return chunk.output
@@ -205,15 +204,3 @@ class AsyncStream(AsyncIterator[StreamChunk]):
 
     def __del__(self) -> None:
         self._leave()
-
-
-def _take_over(llm: LLM) -> None:
-    """From now on the LLM refuses calls of its own, and closing it does nothing."""
-    with llm._lock:
-        llm._drop_abandoned()
-        if llm._closed or llm.engine.has_work:
-            state = "is closed" if llm._closed else "has requests in flight"
-            raise InvalidParams(
-                f"model = LLM({llm.backend.info.model}), which {state}; allowed: an open one without requests"
-            )
-        llm._closed = True

@@ -14,14 +14,14 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal
 
 from .errors import BackendError, EngineClosed, EngineDead, EngineError, EngineFull, InvariantError, PacelineError
 from .llm import LLM, Message, Prompt
@@ -40,7 +40,7 @@ class Ticket:
     loop, mail: the reader's event loop, and its letters: the request id, then chunks; or an error; or END.
     """
 
-    prompt: Prompt | Seq[Message] | None
+    prompt: Prompt | Seq[Message]
     params: SamplingParams
     whole: bool
     loop: asyncio.AbstractEventLoop
@@ -60,6 +60,7 @@ class EngineThread:
 
     def __init__(self, llm: LLM, max_waiting: int) -> None:
         self.llm, self.engine, self.model = llm, llm.engine, llm.backend.info.model
+        self._owned = llm.hand_over()
         self.max_waiting = max_waiting
         self.capacity = llm.engine.max_seqs + max_waiting
         self.commands: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -166,12 +167,9 @@ class EngineThread:
     # --- the tokenizer thread -----------------------------------------------------------------------
 
     def _encode(self, ticket: Ticket) -> None:
-        prompt, ticket.prompt = ticket.prompt, None
+        prompt, ticket.prompt = ticket.prompt, ()  # nobody else needs it
         try:
-            if isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
-                ticket.text, ticket.ids = self.llm._encode_chat(cast(Seq[Message], prompt))
-            else:
-                ticket.text, ticket.ids = self.llm._encode(cast(Prompt, prompt))
+            ticket.text, ticket.ids = self.llm.encode(prompt)
         except BaseException as error:
             self.post(partial(self._finish, ticket, _typed(error, "tokenising the prompt")))
         else:
@@ -295,7 +293,7 @@ class EngineThread:
             error.__cause__ = cause
             self._finish(ticket, error)
         try:
-            self.llm._owned.close()
+            self._owned.close()
         except BaseException as error:
             self.ended.set_exception(error)
         else:

@@ -194,7 +194,7 @@ class LLM:
         cannot be honoured; a fault while running ends that request alone (finish_reason "error").
         """
         asked = _as_list(prompts)
-        per_prompt = _spread(params, len(asked))
+        per_prompt = spread(params, len(asked))
         return self._run(_each("prompt", asked, self._encode), per_prompt)
 
     def chat(
@@ -207,7 +207,7 @@ class LLM:
             raise InvalidInput(f"messages = {messages!r}; allowed: a list of messages, or a list of such lists")
         many = not messages or not isinstance(messages[0], Mapping)
         conversations = cast(Seq[Seq[Message]], messages if many else [messages])
-        per_prompt = _spread(params, len(conversations))
+        per_prompt = spread(params, len(conversations))
         return self._run(_each("conversation", conversations, self._encode_chat), per_prompt)
 
     def stream(self, prompt: Prompt | Seq[Message], params: SamplingParams | None = None) -> TokenStream:
@@ -216,10 +216,30 @@ class LLM:
         Leaving the iteration early (or `close()`) cancels the request and frees all it holds. A fault while
         running ends the stream with finish_reason "error"; the last chunk's output says which.
         """
-        is_chat = isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        encoded = self._encode_chat(cast(Seq[Message], prompt)) if is_chat else self._encode(cast(Prompt, prompt))
-        text, ids = encoded
-        return TokenStream(self, self._add(ids, _spread(params, 1)[0], text))
+        text, ids = self.encode(prompt)
+        return TokenStream(self, self._add(ids, spread(params, 1)[0], text))
+
+    def encode(self, prompt: Prompt | Seq[Message]) -> tuple[str | None, Seq[int]]:
+        """Text and token ids of a prompt, or of a conversation by the model's chat template; no text where ids came."""
+        if isinstance(prompt, Seq) and len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return self._encode_chat(cast(Seq[Message], prompt))
+        return self._encode(cast(Prompt, prompt))
+
+    def hand_over(self) -> ExitStack:
+        """Leave engine and models to somebody else, who closes them with what this returns.
+
+        From now on this LLM refuses calls, and closing it does nothing. Raises InvalidParams where it is closed or has
+        requests in flight.
+        """
+        with self._lock:
+            self._drop_abandoned()
+            if self._closed or self.engine.has_work:
+                state = "is closed" if self._closed else "has requests in flight"
+                raise InvalidParams(
+                    f"model = LLM({self.backend.info.model}), which {state}; allowed: an open one without requests"
+                )
+            self._closed = True
+            return self._owned
 
     def close(self) -> None:
         """Free the models. Idempotent; the LLM cannot be used afterwards."""
@@ -460,7 +480,8 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return [cast(Prompt, p) for p in prompts]
 
 
-def _spread(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[SamplingParams]:
+def spread(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[SamplingParams]:
+    """Checked params for each of n prompts, from one for all, one for each, or None for the defaults."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * n
     each = list(params) if isinstance(params, Seq) and not isinstance(params, str | bytes) else [params]

@@ -68,7 +68,7 @@ class Scene:
 
     def engine(self, branches: Branches) -> Engine:
         """A fresh engine whose enumerated requests draw from `branches`."""
-        options = {"max_seqs": 4, "max_len": self.max_len, "stop_ids": self.end_ids, **self.backend}
+        options = {"max_seqs": 4, "max_len": self.max_len, "stop_ids": self.end_ids, "page_size": 2, **self.backend}
         target = ToyBackend(self.vocab_size, table=self.logits, **options)
 
         def make_draws(seed: int, step_start: int) -> Draws:
