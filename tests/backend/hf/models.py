@@ -54,6 +54,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                                                "original_max_position_embeddings": 128, "truncate": False}}),
     "mixtral": ("Mixtral", {"sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "stablelm": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True}),
+    # Keys and values of different widths. Its router is left out: it works in float32, where widths tell.
+    "deepseek_v3": ("DeepseekV3", {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8,
+                                   "qk_nope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 3}),
 }  # fmt: skip
 WINDOWED = ("mistral", "gemma2", "gemma3", "phi3", "gpt_oss", "mixtral")
 REFERENCE = "reference64"

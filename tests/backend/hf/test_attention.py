@@ -161,6 +161,20 @@ def test_outside_of_a_forward_it_raises() -> None:
     backend.close()
 
 
+def test_a_model_that_is_set_otherwise_is_noticed() -> None:
+    """Without pages it would go on, seeing nothing of what came before."""
+    backend = opened("llama")
+    slot = backend.acquire()
+    backend.forward([Segment(slot, (1, 2, 3), 0, 1)])
+    backend._model.set_attn_implementation("sdpa")
+    with pytest.raises(BackendError, match="0 of 3 layers attended through Paceline"):
+        backend.forward([Segment(slot, (4,), 3, 1)])
+    assert backend.length(slot) == 3
+    backend._model.set_attn_implementation(NAME)
+    backend.forward([Segment(slot, (4,), 3, 1)])
+    backend.close()
+
+
 def test_a_closed_model_attends_as_before() -> None:
     model = build("qwen3")
     model.set_attn_implementation("sdpa")
@@ -352,3 +366,31 @@ def test_one_graph_whatever_the_widths() -> None:
     assert len(graphs) <= 2  # a width of 1 may have its own
     torch._dynamo.reset()
     backend.close()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_a_compiled_forward_must_say_the_same(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """compile=True: what was compiled is run and compared before it is used, and a model that was given stays whole."""
+    from paceline.backend.hf import compiled
+
+    def compile_forward(model: Any, **_: Any) -> Any:
+        def forward(**inputs: Any) -> Any:
+            out = model(**inputs)
+            out.logits[:, -1] *= factor
+            return out
+
+        return forward
+
+    monkeypatch.setattr(compiled, "compile_forward", compile_forward)
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    if factor == 1.0:
+        backend = HFBackend(model, compile=True)
+        (rows,) = backend.forward([Segment(backend.acquire(), (5, 6, 7), 0, 3)])
+        assert apart(rows, reference("llama").rows((5, 6, 7))) <= 1e-11
+        assert model.device.type == "cpu"
+        backend.close()
+    else:
+        with pytest.raises(BackendError, match=r"compile=True: for 1 tokens the compiled forward of LlamaForCausalLM"):
+            HFBackend(model, compile=True)
+    assert model.config._attn_implementation == "sdpa"

@@ -165,6 +165,7 @@ def test_found_again_on_disk(compiled: Compiled, cache: Path, no_compiler: None)
     assert again.from_cache
     assert not compiled.from_cache
     assert again.path == compiled.path
+    assert list(cache.iterdir()) == [compiled.path]  # nor is the weights' second copy left behind
     assert_close(rows_of(through(again, FAMILY)), rows_of(through(compiled, FAMILY)))
     assert stages
     assert all(total is None for _, _, total in stages)
@@ -225,19 +226,17 @@ def test_a_damaged_file_is_compiled_anew(compiled: Compiled, tmp_path: Path, mon
     assert damaged.read_bytes() == whole
 
 
-def test_settings_are_as_before(compiled: Compiled, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_settings_are_as_before(compiled: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's settings belong to the process: catches freezing that is left on for somebody else's torch.compile."""
     before = inductor.save_config_portable()
-    monkey = pytest.MonkeyPatch()
 
     def compile_nothing(*_: Any, inductor_configs: dict[str, Any], package_path: str, **__: Any) -> None:
         with inductor.patch(inductor_configs):
             Path(package_path).write_bytes(b"")
 
-    with monkey.context() as patched:
-        patched.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
-        with pytest.raises(BackendError, match="does not load"):
-            compile_forward(attending("llama"), cache=tmp_path)
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
+    with pytest.raises(BackendError, match="does not load"):
+        compile_forward(attending("llama"), cache=tmp_path)
     assert inductor.save_config_portable() == before
     assert not inductor.freezing
     assert not torch.fx.experimental._config.backed_size_oblivious

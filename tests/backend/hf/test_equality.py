@@ -20,8 +20,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from paceline.backend.hf import HFBackend  # noqa: E402
-from paceline.types import Segment  # noqa: E402
+from paceline.backend.toy import ToyTokenizer  # noqa: E402
+from paceline.engine import Engine  # noqa: E402
+from paceline.types import SamplingParams, Segment  # noqa: E402
 
+from ...drafters import PointDrafter  # noqa: E402
 from .models import FAMILIES, VOCAB, WINDOWED, Reference, apart, build, opened, reference, tokens  # noqa: E402
 
 
@@ -139,6 +142,32 @@ def test_speculative_greedy_equals_generate(family: str, k: int, page_size: int)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_speculative_greedy_grid(family: str, k: int, page_size: int) -> None:
     greedy_equals_generate(family, k, page_size)
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, 8])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_the_engine_equals_generate(family: str, k: int) -> None:
+    """The real loop: drafts right and wrong, and memory for about two of the four sequences at once."""
+    own = reference(family)
+    prompts = [tokens(20 + i, n) for i, n in enumerate((3, 15, 33, 21))]
+    wanted = [own.greedy(prompt, 30) for prompt in prompts]
+
+    def guess(seen: tuple[int, ...], budget: int) -> list[int]:
+        i = next(i for i, prompt in enumerate(prompts) if seen[: len(prompt)] == prompt)
+        drafts = wanted[i][len(seen) - len(prompts[i]) :][:budget]
+        return [t if (len(seen) + j) % 5 else (t + 1) % VOCAB for j, t in enumerate(drafts)]
+
+    backend = opened(family, page_size=4, max_len=72, kv_tokens=120, tokenizer=ToyTokenizer(VOCAB, frozenset()))
+    engine = Engine(backend, PointDrafter(guess), max_seqs=4)
+    ids = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=30, draft_length=k)) for prompt in prompts]
+    texts: dict[int, list[int]] = {i: [] for i in ids}
+    while engine.has_work:
+        for chunk in engine.step():
+            texts[chunk.request_id] += chunk.token_ids
+        engine.check()
+    assert [texts[i] for i in ids] == wanted
+    backend.check()
+    backend.close()
 
 
 @pytest.mark.parametrize("family", WINDOWED)

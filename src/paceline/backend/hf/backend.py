@@ -243,6 +243,11 @@ class HFBackend:
                 f"a forward of {len(ids)} tokens for slots {[s.slot for s in batch]} failed with "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if step.hits != self._pools.layers:  # somebody else has the model too, and set it otherwise
+            raise BackendError(
+                f"{len(step.hits)} of {len(self._pools.layers)} layers attended through Paceline in this forward; a "
+                "model that a backend holds must stay set to its attention"
+            )
         for segment in batch:
             self._book.append(segment.slot, segment.tokens)
             if segment.parents is not None:
