@@ -37,6 +37,7 @@ from .backend.llamacpp.gguf import GgufInfo, validate_gguf
 from .backend.llamacpp.native import Progress
 from .backend.llamacpp.threads import physical_cores
 from .errors import ModelDownloadError, ModelError, ModelNotFound
+from .paths import cache_dir
 
 __all__ = [
     "GgufInfo",
@@ -133,19 +134,6 @@ class ModelEntry:
     path: Path
     origin: str
     note: str
-
-
-def cache_dir() -> Path:
-    """Where model files are kept; see the module's docstring. Not created here."""
-    chosen = os.environ.get("PACELINE_CACHE")
-    if chosen:
-        try:
-            return Path(chosen).expanduser().absolute()
-        except RuntimeError as error:  # ~user of a user that is not there
-            raise ModelError(f"PACELINE_CACHE = {chosen!r}: {error}") from error
-    xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
-    # The XDG specification has relative paths ignored.
-    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "paceline"
 
 
 def available() -> list[ModelEntry]:

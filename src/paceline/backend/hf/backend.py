@@ -47,8 +47,8 @@ class HFBackend:
     (default: max_len * min(max_seqs, 4)); rounded up to pages. page_size: tokens per page. prefix_cache: whether
     published pages are shared. max_step_tokens: tokens in one forward (default: 1,024, at most kv_tokens).
     n_threads: PyTorch's threads, a setting of the whole process; None leaves it alone. dtype: of weights and pages,
-    e.g. "bfloat16". device: e.g. "cuda"; None is "cpu". compile: torch.compile the forward, which takes a
-    minute or so, once. progress(description, bytes done, bytes in all) follows the loading.
+    e.g. "bfloat16". device: e.g. "cuda"; None is "cpu". compile: compile the forward ahead of time, which takes a
+    minute or so, once (compiled.py). progress(description, bytes done, bytes in all) follows the loading.
 
     Raises ModelNotFound and ModelFormatError for a model that cannot be used, by name and reason; InvalidParams for a
     number out of range; UnsupportedOption where torch or transformers is missing.

@@ -25,10 +25,10 @@ import torch.fx.experimental._config as _shape_config
 from torch import Tensor, nn
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.exc import InvalidCxxCompiler
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 from ...errors import BackendError, UnsupportedOption
+from ...paths import cache_dir
 
 __all__ = ["Compiled", "Output", "compile_forward"]
 
@@ -83,7 +83,7 @@ def compile_forward(
 
     model: a PreTrainedModel in eval mode; it is only read. The result holds weights of its own: whoever has no more use
     for the model's may give them up (`model.to("meta")`). name: of the model, for messages. cache: the folder where
-    results are kept, with the weights in them; default: `paceline` in inductor's (TORCHINDUCTOR_CACHE_DIR). A result is
+    results are kept, with the weights in them; default: `compile` in Paceline's cache. A result is
     found again for equal code, weights, dtype, threads (torch.get_num_threads()), processor and versions.
     progress(description, 0, None) says what is being done; how long it will take nobody knows.
 
@@ -91,7 +91,7 @@ def compile_forward(
     be captured as one graph; BackendError where compiling fails.
     """
     called = name or type(model).__name__
-    folder = Path(cache_dir()) / "paceline" if cache is None else cache
+    folder = cache_dir() / "compile" if cache is None else cache
 
     def say(what: str) -> None:
         if progress is not None:
