@@ -45,6 +45,7 @@ def open_llm(args: argparse.Namespace) -> LLM:
         drafter=args.drafter,
         max_seqs=max(args.requests),
         max_len=1024,
+        kv_tokens=max(1024, 256 * max(args.requests)),  # nobody is preempted
         **options,
     )
 
@@ -56,6 +57,7 @@ def run(llm: LLM, count: int, tokens: int, seed: int) -> float:
     ]
     start = perf_counter()
     outputs = llm.generate(prompts(count), params)
+    assert not any(o.num_preemptions for o in outputs)
     emitted = sum(len(o.outputs[0].token_ids) for o in outputs)
     return emitted / (perf_counter() - start)
 

@@ -1,6 +1,6 @@
 """The README's table: plain decoding against lookup, one stream, side by side in one run.
 
-    python benchmarks/table.py [--repeats 5] [--models smollm2:bf16 smollm2:q4_0 ...]
+    python benchmarks/table.py [--repeats 5] [--models smollm2:bf16 smollm2:q4_0 ...] [--backend hf [--compile]]
 
 For each model, prompt and temperature the two are interleaved; speeds are decoded tokens per second (prefill
 left out), medians of the repeats; the ratio is the median of the paired ratios, with their range.
@@ -41,13 +41,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--draft-lengths", type=int, nargs="+", default=[4, 12])
     parser.add_argument("--models", nargs="+", default=["smollm2:bf16", "smollm2:q4_0", "smollm2:q4_1"])
+    parser.add_argument("--backend", default="llamacpp", choices=["llamacpp", "hf"])
+    parser.add_argument("--compile", action="store_true", help="of the hf backend")
     args = parser.parse_args()
     print(f"{cpu_name()}; at most {args.tokens} tokens, {args.repeats} interleaved repeats\n")
     heads = [f"lookup, K = {k}: ratio (range), tokens per step" for k in args.draft_lengths]
     print(f"| model | prompt | temperature | plain tokens/s | {' | '.join(heads)} |")
     print("|---" * (4 + len(heads)) + "|")
     for model in args.models:
-        with LLM(resolve(model), drafter="lookup", max_seqs=1, max_len=2048) as llm:
+        options: dict[str, Any] = {"drafter": "lookup", "max_seqs": 1, "max_len": 2048, "backend": args.backend}
+        if args.backend == "hf":
+            options |= {"compile": args.compile, "prefix_cache": False}
+        with LLM(resolve(model) if args.backend == "llamacpp" else model, **options) as llm:
             for kind, prompt in PROMPTS.items():
                 for temperature in (0.0, 1.0):
                     row(llm, model, kind, prompt, temperature, args)

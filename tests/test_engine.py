@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from paceline.errors import (
     UnsupportedOption,
 )
 from paceline.params import SamplingParams
-from paceline.types import Distribution, Drafter, Proposal, RequestOutput, StreamChunk
+from paceline.types import Distribution, Drafter, Proposal, RequestOutput, Segment, StreamChunk
 from tests.drafters import PointDrafter, TableDrafter
 
 PROMPT = (1, 2, 3)
@@ -593,3 +594,63 @@ def test_cached_is_committed_minus_one_after_every_step() -> None:
         engine.step()
         for sequence in engine.running:
             assert backend.cached_tokens(sequence.slot) == tuple(sequence.tokens[:-1])
+
+
+# --- the memory cap of a forward ----------------------------------------------------------------------
+
+
+class CountingRows(ToyBackend):
+    """Remembers how many rows of logits each forward gave, and how many arrays of earlier forwards live on."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(12, stop_ids=(), max_len=256, max_seqs=8, seed=5, **options)
+        self.rows: list[int] = []
+        self.most_alive = 0
+        self._given: list[weakref.ref[Any]] = []
+
+    def forward(self, batch: Sequence[Segment]) -> list[Any]:
+        self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self._given))
+        out = super().forward(batch)
+        self._given = [weakref.ref(rows) for rows in out]
+        self.rows.append(sum(len(rows) for rows in out))
+        return out
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 5, 7, 1000])
+def test_verification_is_cut_into_forwards_under_the_cap(max_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm#48630, vllm#38220: rows of logits are bounded whatever the batch is; the tokens are the same."""
+    monkeypatch.setattr("paceline.engine.LOGITS_BYTES", 8 * 12 * max_rows)
+    params = [SamplingParams(max_tokens=20, seed=i, draft_length=3, verification="coupled") for i in range(6)]
+    plain = [plain_tokens(20, seed=i) for i in range(6)]
+    backend = CountingRows()
+    engine = Engine(backend, LookupDrafter(1, 1))
+    ids = [engine.add(PROMPT, one) for one in params]
+    done = run(engine)
+    assert [done[i].outputs[0].token_ids for i in ids] == plain
+    assert max(backend.rows) <= max_rows
+    assert backend.most_alive == 0
+    assert (len(backend.rows) > 6 * 20) == (max_rows == 1)
+
+
+# --- what is published --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_only_what_became_text_is_published(page_size: int) -> None:
+    """vllm#54282's neighbours and sglang PR #10846: pages of rejected drafts are nobody's beginning, also where the
+    last step of a request ended with them."""
+    backend = toy(page_size=page_size)
+    plain = plain_tokens(40, seed=3)
+    end = max(i for i, token in enumerate(plain) if token not in plain[:i])  # the last token to come up at all
+    assert end > 8
+    # The draft there is wrong, the token that comes instead ends the request, and drafts behind it stay in the cells.
+    engine = Engine(backend, oracle(plain, wrong_at=(2, 3, end)), draft_length=7)
+    engine.add(PROMPT, SamplingParams(max_tokens=60, seed=3, stop_token_ids=[plain[end]]))
+    outputs = run(engine)
+    assert outputs[0].outputs[0].token_ids == plain[: end + 1]
+    plain = plain[: end + 1]
+    text = PROMPT + plain
+    pages = {text[i : i + page_size] for i in range(0, len(text) - page_size + 1, page_size)}
+    published = [tokens for _, tokens in backend._book.published()]
+    assert len(published) == (len(text) - 1) // page_size  # all but the newest token, which was never forwarded
+    assert set(published) <= pages

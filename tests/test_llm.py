@@ -181,7 +181,7 @@ def test_options_of_llm() -> None:
     "option",
     [
         {"max_seqs": 0}, {"max_len": -1}, {"draft_length": -1}, {"n_threads": 1.5}, {"max_seqs": True},
-        {"page_size": 0}, {"page_size": "16"}, {"prefix_cache": 1}, {"prefix_cache": "yes"},
+        {"kv_tokens": 0}, {"page_size": 0}, {"page_size": "16"}, {"prefix_cache": 1}, {"prefix_cache": "yes"},
         {"compile": 0}, {"dtype": 16}, {"device": 0},
     ],
     ids=str,
@@ -206,6 +206,15 @@ def test_an_option_that_a_backend_lacks_is_refused_with_the_reason(backend: str,
     for name, reason in LACKS[backend].items():
         with pytest.raises(UnsupportedOption, match=f"{name} = .* is not an option of backend '{backend}': {reason}"):
             LLM(model, **{name: values[name]})  # type: ignore[arg-type]
+
+
+def test_the_size_of_the_memory_can_be_chosen() -> None:
+    llm = LLM("toy", max_len=64, kv_tokens=96, max_seqs=8, drafter="model:toy:1")
+    assert llm.backend.info.kv_tokens == 96
+    assert llm.drafter.backend.info.kv_tokens == 96  # type: ignore[attr-defined]
+    outputs = llm.generate([[1, 2, i] for i in range(6)], SamplingParams(max_tokens=40, seed=1, ignore_eos=True))
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [40] * 6
+    assert sum(o.num_preemptions for o in outputs) > 0
 
 
 def test_doing_without_is_what_backends_without_do() -> None:

@@ -251,6 +251,8 @@ class Engine:
             self.backend.commit(sequence.slot, sequence.cached)
         except PacelineError as error:
             sequence.finish("error", error=error)
+        finally:
+            w.logits = None  # the rows of one forward at a time, see LOGITS_BYTES
 
     def _verify(self, w: Work) -> Verdict:
         """The rule follows the kind of the proposal and the request's choice, never the drafter's name."""

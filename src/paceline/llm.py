@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     max_len: int
     n_threads: int
     max_step_tokens: int
+    kv_tokens: int
     page_size: int
     dtype: str
     device: str
@@ -74,8 +75,11 @@ class LLM:
     "toy" or "toy:SEED"; or an open Backend, which one LLM at a time may use.
     drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
     draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
-    max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core.
+    max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core (hf: what
+    PyTorch is set to; a setting of the whole process).
     max_step_tokens: tokens of one forward; prompts are read in chunks of half of it.
+    kv_tokens: tokens that the memory for keys and values holds, all requests together, shared ones counted once; by
+    default four times max_len (toy: max_seqs times). Where it runs out, requests wait or are computed anew later.
     backend: "auto" (llamacpp for names and GGUF files, hf for folders and hub ids), "llamacpp", "hf" or "toy". Those
     that lack an option of the following refuse it. dtype: "float64", "float32", "bfloat16" or "float16"; by default
     what the model says, bfloat16 for a GGUF (hf). device: of PyTorch, by default "cpu" even where there is a GPU (hf).
@@ -99,6 +103,7 @@ class LLM:
         dtype: str | None = None,
         device: str | None = None,
         max_step_tokens: int | None = None,
+        kv_tokens: int | None = None,
         page_size: int | None = None,
         prefix_cache: bool | None = None,
         compile: bool | None = None,  # noqa: A002 - the word users know from PyTorch
@@ -109,6 +114,7 @@ class LLM:
             max_len=max_len,
             n_threads=n_threads,
             max_step_tokens=max_step_tokens,
+            kv_tokens=kv_tokens,
             page_size=page_size,
             dtype=dtype,
             device=device,

@@ -54,7 +54,7 @@ def _(patch: Patch) -> None:
 
 @mutant("drafts have no memory set aside", "a forward finds none left", "company", "vllm#42971")
 def _(patch: Patch) -> None:
-    edit(patch, Scheduler._make_room, ("len(request.tokens) + fits", "len(request.tokens) - 1"))
+    edit(patch, Scheduler._room_for_drafts, ("len(request.tokens) + n", "len(request.tokens)"))
 
 
 @mutant("a drafter keeps what was preempted", "it is told of the same tokens twice", "company", "sglang PR #18984")

@@ -196,6 +196,42 @@ def test_drafts_go_before_anybody_is_preempted() -> None:
     assert a.num_preemptions == b.num_preemptions == 0
 
 
+def test_drafts_preempt_nobody() -> None:
+    """The older one's guesses must not take the memory that the younger one's own next token needs."""
+    memory = CountingMemory(pages=5)
+    scheduler: Scheduler[Job] = Scheduler(memory, 4)  # type: ignore[arg-type]
+    a, b = Job(8, 12, wants=0), Job(8, 12, wants=0)
+    for job in (a, b):
+        scheduler.add(job)
+    while a.uncached > 1 or b.uncached > 1:
+        for job, turn in scheduler.schedule(lambda job: 0):
+            memory.write(job.slot, turn.prefill)
+            job.cached += turn.prefill
+    for job in (a, b):  # one more token each: both now stand at a page border, and one page is left
+        memory.truncate(job.slot, 7)
+    b.tokens.append(0)
+    memory.reserve(b.slot, 8)
+    memory.write(b.slot, 1)
+    b.cached = 8
+    memory.truncate(b.slot, 8)
+    turns = dict(scheduler.schedule(lambda job: 4))
+    assert turns == {a: Turn(decode=True, drafts=0), b: Turn(decode=True, drafts=3)}
+    assert b.num_preemptions == 0
+
+
+def test_what_the_first_slot_held_is_remembered() -> None:
+    memory = CountingMemory(pages=8)
+    found = iter([5, 3])
+    memory.length = lambda slot: next(found)  # type: ignore[method-assign]
+    scheduler: Scheduler[Job] = Scheduler(memory, 4)  # type: ignore[arg-type]
+    job = Job(8, 4, wants=0)
+    scheduler.add(job)
+    scheduler.schedule(lambda job: 0)
+    scheduler._preempt(job)
+    scheduler.schedule(lambda job: 0)
+    assert (job.cached, job.num_cached_tokens, job.num_preemptions) == (3, 5, 1)
+
+
 def test_admission_asks_for_exactly_what_is_needed() -> None:
     """sglang#32459: reservations of twice the need evict what could have been shared, and let fewer in."""
     memory = CountingMemory(pages=4)

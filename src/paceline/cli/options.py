@@ -204,7 +204,12 @@ class BackendOptions:
     ] = None
     threads: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Default: one for each physical core.", rich_help_panel=MODEL),
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Default: one for each physical core; hf: as PyTorch is set.",
+            rich_help_panel=MODEL,
+        ),
     ] = None
     dtype: Annotated[
         str | None,

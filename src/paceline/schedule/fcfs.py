@@ -1,9 +1,9 @@
 """First come, first served: what each running request may do in the next step. Pure functions.
 
 A step holds at most `max_step_tokens` tokens. Half of it, rounded up, is for decoding (one committed
-token and its drafts per request), half for prefilling. A prompt is always cut at the same places, whoever
-else is there: chunks of exactly the prefill half, then the rest. So the chunks of a request never depend
-on its company, and with equal kernels neither do its logits.
+token and its drafts per request), half for prefilling. A prompt is always cut at the same places, multiples of
+the prefill half, whoever else is there and wherever a shared beginning ends. So the chunks that a prompt was
+computed in never depend on company, and with equal kernels neither do its logits.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def prefill_chunk(max_step_tokens: int) -> int:
     return max_step_tokens // 2
 
 
-def plan(uncached: Sequence[int], wanted: Sequence[int], max_step_tokens: int) -> list[Turn]:
-    """Turns for requests in order of arrival.
+def plan(requests: Sequence[tuple[int, int, int]], max_step_tokens: int) -> list[Turn]:
+    """Turns for requests in order of arrival, each given as (cached, uncached, wanted).
 
-    uncached[i] >= 1: committed tokens of request i that are not cached; 1 means it decodes, more that it
-    prefills all but the last. wanted[i]: drafts it would like. Needs max_step_tokens >= 2 * len(uncached),
-    so that every decoding request gets its one token and the first prefilling request its chunk: nobody
-    starves, because whoever arrived first is always served.
+    cached, uncached: committed tokens that are cached and that are not; uncached = 1 means it decodes, more that it
+    prefills all but the last. wanted: drafts it would like; the oldest get theirs first. Needs max_step_tokens >=
+    2 * len(requests), so that every decoding request gets its one token and the first prefilling request its chunk:
+    nobody starves, because whoever arrived first is always served.
     """
     chunk = prefill_chunk(max_step_tokens)
-    drafts_left = max_step_tokens - chunk - sum(n == 1 for n in uncached)
+    drafts_left = max_step_tokens - chunk - sum(uncached == 1 for _, uncached, _ in requests)
     prefill_left = chunk
     turns = []
-    for n, want in zip(uncached, wanted, strict=True):
-        if n == 1:
-            drafts = min(want, drafts_left)
+    for cached, uncached, wanted in requests:
+        if uncached == 1:
+            drafts = min(wanted, drafts_left)
             drafts_left -= drafts
             turns.append(Turn(decode=True, drafts=drafts))
         else:
-            size = min(chunk, n - 1)
+            size = min(chunk - cached % chunk, uncached - 1)
             if size > prefill_left:
                 # Later, shorter prompts do not overtake: order of arrival holds.
                 size = prefill_left = 0

@@ -62,15 +62,12 @@ class Scheduler(Generic[R]):
         drafts_wanted(request): how many drafts it may use; cut to what memory and max_step_tokens allow.
         A request that cannot ever run is finished with an error and stays in `running` for remove().
         """
-        num_waiting = len(self.waiting)
-        granted: list[int] = []
-        while len(granted) < len(self.running):
-            request = self.running[len(granted)]
-            granted.append(self._make_room(request, drafts_wanted(request)))
-        if len(self.waiting) == num_waiting:
-            granted += self._admit(drafts_wanted)
-        able = [(r, n) for r, n in zip(self.running, granted, strict=False) if r.slot >= 0]
-        turns = plan([r.uncached for r, _ in able], [n for _, n in able], self.backend.info.max_step_tokens)
+        for request in list(self.running):
+            self._make_room(request)
+        drafts = [self._room_for_drafts(request, drafts_wanted(request)) for request in self.running]
+        drafts += self._admit(drafts_wanted)
+        able = [(r, n) for r, n in zip(self.running, drafts, strict=True) if r.slot >= 0]
+        turns = plan([(r.cached, r.uncached, n) for r, n in able], self.backend.info.max_step_tokens)
         return [(r, turn) for (r, _), turn in zip(able, turns, strict=True) if turn.decode or turn.prefill]
 
     def remove(self, request: R) -> None:
@@ -83,16 +80,19 @@ class Scheduler(Generic[R]):
 
     # --- memory -------------------------------------------------------------------------------------
 
-    def _make_room(self, request: R, drafts: int) -> int:
-        """How many drafts fit; preempts whoever is newest until at least the step's own token does."""
-        if request.uncached > 1:
-            return 0  # it prefills, within what was reserved when it was admitted
-        while request.slot >= 0:
-            for fits in range(drafts, -1, -1):
-                if self.backend.reserve(request.slot, len(request.tokens) + fits):
-                    return fits
+    def _make_room(self, request: R) -> None:
+        """Memory for the token that a decoding request forwards next; preempts the newest until there is."""
+        while request.slot >= 0 and request.uncached == 1:
+            if self.backend.reserve(request.slot, len(request.tokens)):
+                return
             self._preempt(next(r for r in reversed(self.running) if r.slot >= 0))
-        return 0
+
+    def _room_for_drafts(self, request: R, wanted: int) -> int:
+        """How many drafts fit into what is left; nobody is preempted for a guess."""
+        if request.slot < 0 or request.uncached > 1:
+            return 0
+        fits = range(wanted, 0, -1)
+        return next((n for n in fits if self.backend.reserve(request.slot, len(request.tokens) + n)), 0)
 
     def _preempt(self, request: R) -> None:
         try:
