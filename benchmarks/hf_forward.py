@@ -1,13 +1,17 @@
 """One forward of backend hf, eager and compiled, against transformers with its own cache, side by side in one run.
 
     python benchmarks/hf_forward.py [--model smollm2] [--widths 1 2 5 8 16] [--contexts 128 1024] [--repeats 30]
-                                    [--dtype bfloat16] [--threads 2] [--no-compile] [--format table | json]
+                                    [--dtype bfloat16] [--threads 2] [--no-compile] [--scattered]
+                                    [--format table | json]
 
 A forward takes `width` new tokens behind `context` cached ones and gives logits for all of them. Ours is the whole of
 HFBackend.forward: checks, packing, paged attention, logits as float32 in numpy. Theirs is the bare call of the model,
 with the attention it comes with and a DynamicCache, cut back after every forward. The contestants take turns within
 every repeat, and repeat by repeat another one begins. Times are milliseconds: median (quartiles). A ratio is the median
 of the paired ratios to transformers, with its quartiles; below 1 is faster.
+
+--scattered adds the worst case of our memory: no two pages of the sequence are neighbours, so that every layer gathers
+its keys and values before it attends.
 
 Measure on a quiet machine: the threads of PyTorch wait for each other, and a busy core makes everybody slow.
 """
@@ -70,9 +74,9 @@ def theirs(model: Any, context: int, rng: np.random.Generator) -> Timer:
     return timed
 
 
-def ours(backend: HFBackend, context: int, rng: np.random.Generator) -> Timer:
-    """HFBackend.forward in a slot that holds `context` tokens."""
-    slot, vocab = backend.acquire(), backend.info.vocab_size
+def ours(backend: HFBackend, slot: int, context: int, rng: np.random.Generator) -> Timer:
+    """HFBackend.forward in a slot that gets `context` tokens."""
+    vocab = backend.info.vocab_size
     for at in range(0, context, CHUNK):
         count = min(CHUNK, context - at)
         backend.forward([Segment(slot, tuple(token_ids(count, vocab, rng)), at, 0)])
@@ -86,6 +90,18 @@ def ours(backend: HFBackend, context: int, rng: np.random.Generator) -> Timer:
         return seconds
 
     return timed
+
+
+def scatter(backend: HFBackend) -> None:
+    """Take every other page away, so that what is left has no neighbours."""
+    taken = []
+    while backend.reserve(slot := backend.acquire(), backend.info.page_size):
+        taken.append(slot)
+    backend.release(slot)
+    pages = {slot: backend._book.pages(slot)[0] for slot in taken}
+    for slot in taken:
+        if pages[slot] % 2:
+            backend.release(slot)
 
 
 def measure(timers: dict[str, Timer], widths: list[int], repeats: int) -> dict[int, dict[str, list[float]]]:
@@ -166,6 +182,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024])
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled forward out")
+    parser.add_argument("--scattered", action="store_true", help="add a sequence whose pages lie apart")
     parser.add_argument("--format", choices=["table", "json"], default="table")
     args = parser.parse_args()
 
@@ -183,6 +200,10 @@ def main() -> None:
         progress=None,
     ).model
     backends = {"eager": HFBackend(weights, **options)}
+    if args.scattered:
+        room = {"max_seqs": 4096, "kv_tokens": 2 * longest + 64}
+        backends["eager, scattered"] = HFBackend(weights, **{**options, **room})
+        scatter(backends["eager, scattered"])
     if not args.no_compile:
         start = perf_counter()
         backends["compiled"] = HFBackend(weights, compile=True, **options)
@@ -191,11 +212,12 @@ def main() -> None:
     for context in args.contexts:
         rng = np.random.default_rng(0)
         timers = {THEIRS: theirs(own, context, rng)}
-        timers |= {name: ours(backend, context, rng) for name, backend in backends.items()}
+        slots = {name: backend.acquire() for name, backend in backends.items()}
+        timers |= {name: ours(backend, slots[name], context, rng) for name, backend in backends.items()}
         for width, times in measure(timers, args.widths, args.repeats).items():
             lines.append(line(context, width, times))
-        for backend in backends.values():
-            backend.release(0)
+        for name, slot in slots.items():
+            backends[name].release(slot)
     facts = describe(args)
     if args.format == "json":
         print(json.dumps({"setup": facts, "forwards": lines}, indent=2))

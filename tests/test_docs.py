@@ -1,8 +1,8 @@
 """Documentation that is executed: every ```python block of docs/*.md and README*.md.
 
 The blocks of a file run in order in one fresh namespace, in an empty folder. Skipped: other languages, and
-blocks marked ```python no-run. A block marked ```python model=NAME needs that model in the cache; where it is
-missing the rest of the file is skipped.
+blocks marked ```python no-run. A block marked ```python model=NAME needs that model in the cache, one marked
+```python needs=MODULE that module; where it is missing the rest of the file is skipped.
 """
 
 from __future__ import annotations
@@ -38,7 +38,14 @@ class Block:
 
     @property
     def model(self) -> str | None:
-        return next((word.removeprefix("model=") for word in self.info.split() if word.startswith("model=")), None)
+        return self._marked("model=")
+
+    @property
+    def needs(self) -> str | None:
+        return self._marked("needs=")
+
+    def _marked(self, mark: str) -> str | None:
+        return next((word.removeprefix(mark) for word in self.info.split() if word.startswith(mark)), None)
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -70,6 +77,8 @@ def run_blocks(blocks: list[Block], path: Path, need: Callable[[str], object]) -
             continue
         if block.model is not None:
             need(block.model)
+        if block.needs is not None:
+            pytest.importorskip(block.needs)
         code = compile("\n" * (block.line - 1) + block.code, str(path), "exec")
         exec(code, namespace)
         count += 1
@@ -83,6 +92,26 @@ def test_code_of_page(
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of(path.read_text(encoding="utf-8"))
     run_blocks(blocks, path, lambda name: request.getfixturevalue("model_path")(name))
+
+
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    heads = (line.lstrip("#").strip().lower() for line in text.splitlines() if re.match(r"#+ ", line))
+    return {re.sub(r"[^\w\- ]", "", head).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        page = (path.parent / target).resolve() if target else path
+        assert page.exists(), f"{target} does not exist"
+        if anchor:
+            assert anchor in anchors(page.read_text(encoding="utf-8")), f"{target} has no heading #{anchor}"
 
 
 def test_the_lesson_is_found_and_executed(tmp_path: Path) -> None:

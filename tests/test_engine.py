@@ -559,7 +559,7 @@ def test_a_model_that_cannot_roll_back_runs_plainly() -> None:
 def test_engine_options_are_checked() -> None:
     with pytest.raises(InvalidParams, match="max_seqs = 9"):
         Engine(toy(), NoDrafter(), max_seqs=9)
-    with pytest.raises(InvalidParams, match="max_step_tokens = 15"):
+    with pytest.raises(InvalidParams, match="max_seqs = 8; allowed: at most half of max_step_tokens = 15"):
         Engine(toy(max_step_tokens=15), NoDrafter())
     with pytest.raises(InvalidParams, match="draft_length = -1"):
         Engine(toy(), NoDrafter(), draft_length=-1)

@@ -464,3 +464,21 @@ def test_a_draft_model_with_a_shorter_context_stops_drafting_there() -> None:
         assert out.outputs[0].token_ids == plain
     assert out.speculation.drafted > 0
     drafter.check()
+
+
+def test_an_llm_that_was_handed_over_says_so() -> None:
+    llm = LLM("toy")
+    with llm.hand_over():
+        with pytest.raises(InvalidInput, match="was handed over, to an AsyncEngine perhaps; ask there"):
+            llm.generate("abc")
+        with pytest.raises(InvalidParams, match="which was handed over"):
+            llm.hand_over()
+        llm.close()
+
+
+def test_a_dtype_of_pytorch_is_as_good_as_its_name() -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UnsupportedOption, match="dtype = 'bfloat16' is not an option of backend 'toy'"):
+        LLM("toy", dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedOption, match="device = 'cuda:1' is not an option of backend 'toy'"):
+        LLM("toy", device=torch.device("cuda:1"))

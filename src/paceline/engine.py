@@ -67,7 +67,7 @@ class Engine:
             raise InvalidParams(f"max_seqs = {max_seqs!r}; allowed: 1 to {info.max_slots} on {info.model}")
         if info.max_step_tokens < 2 * self.max_seqs:
             raise InvalidParams(
-                f"max_step_tokens = {info.max_step_tokens}; allowed: at least twice max_seqs = {self.max_seqs}"
+                f"max_seqs = {self.max_seqs}; allowed: at most half of max_step_tokens = {info.max_step_tokens}"
             )
         self.max_rows = max(1, LOGITS_BYTES // (8 * info.vocab_size))
         self._scheduler: Scheduler[Sequence] = Scheduler(backend, self.max_seqs)

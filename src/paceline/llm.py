@@ -36,11 +36,11 @@ BACKENDS = ("auto", "llamacpp", "hf", "toy")
 # backend -> options it does not have, and why.
 LACKS: Mapping[str, Mapping[str, str]] = {
     "llamacpp": {
-        "dtype": "a GGUF's weights have the types that its file gives them",
+        "dtype": "a GGUF's weights have the types that its file gives them; backend='hf' dequantises some GGUF files",
         "device": "where llama.cpp computes is settled when llama-cpp-python is built",
-        "page_size": "llama.cpp keeps its memory token by token, not in pages",
-        "prefix_cache": "llama.cpp's memory is not shared between requests",
-        "compile": "llama.cpp is compiled already",
+        "page_size": "llama.cpp keeps its memory token by token; backend='hf' has pages",
+        "prefix_cache": "llama.cpp's memory is not shared between requests; backend='hf' shares pages",
+        "compile": "llama.cpp is compiled already; backend='hf' can be",
     },
     "toy": {
         "n_threads": "a toy model runs on the calling thread",
@@ -135,7 +135,7 @@ class LLM:
         self._lock = threading.Lock()
         self._inbox: dict[int, deque[StreamChunk]] = {}
         self._abandoned: deque[int] = deque()
-        self._closed = False
+        self._over = ""  # why it takes no more requests
 
     def _open_model(
         self, model: str | Path | Backend, backend: str, options: Options, progress: Progress | None
@@ -239,19 +239,19 @@ class LLM:
         """
         with self._lock:
             self._drop_abandoned()
-            if self._closed or self.engine.has_work:
-                state = "is closed" if self._closed else "has requests in flight"
+            if self._over or self.engine.has_work:
+                state = self._over.partition(";")[0] or "has requests in flight"
                 raise InvalidParams(
                     f"model = LLM({self.backend.info.model}), which {state}; allowed: an open one without requests"
                 )
-            self._closed = True
+            self._over = "was handed over, to an AsyncEngine perhaps; ask there"
             return self._owned
 
     def close(self) -> None:
         """Free the models. Idempotent; the LLM cannot be used afterwards."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if not self._over:
+                self._over = "is closed; open a new one"
                 self._fail(BackendError(f"{self.backend.info.model} was closed while the request ran"))
                 self._owned.close()
 
@@ -279,8 +279,8 @@ class LLM:
 
     def _add(self, ids: Seq[int], params: SamplingParams, text: str | None) -> int:
         with self._lock:
-            if self._closed:
-                raise InvalidInput(f"this LLM ({self.backend.info.model}) is closed; open a new one")
+            if self._over:
+                raise InvalidInput(f"this LLM ({self.backend.info.model}) {self._over}")
             self._drop_abandoned()
             request_id = self.engine.add(ids, params, prompt=text)
             self._inbox[request_id] = deque()
@@ -450,9 +450,10 @@ def _checked(**options: Any) -> Options:
         if value is None:
             continue
         if name in ("dtype", "device"):
-            if not isinstance(value, str):
+            text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
+            if not isinstance(text, str):
                 raise InvalidParams(f"{name} = {value!r}; allowed: a name, such as {EXAMPLES[name]!r}")
-            given[name] = value
+            given[name] = text
         elif name in ("prefix_cache", "compile"):
             if not isinstance(value, bool):
                 raise InvalidParams(f"{name} = {value!r}; allowed: True or False")
