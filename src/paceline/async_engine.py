@@ -21,6 +21,8 @@ from .types import Backend, RequestOutput, StreamChunk
 class AsyncEngine:
     """Serves one model to any number of threads and event loops; a thread of its own steps the engine.
 
+    Every call that waits is a coroutine. A thread without an event loop brings one: asyncio.run(engine.generate(...)).
+
     model, options: as in LLM; or an open LLM, which belongs to the AsyncEngine from then on and refuses calls of
     its own. Opening blocks, so a running event loop wants `await asyncio.to_thread(AsyncEngine, ...)`.
     max_waiting: requests that may be in flight beyond the max_seqs that may run.
@@ -87,9 +89,10 @@ class AsyncEngine:
     async def close(self, *, drain: bool = False, timeout: float = 30.0) -> None:
         """Take no more requests, end those in flight with EngineClosed, stop the thread, free the model. Idempotent.
 
-        drain: let those in flight finish first, those in line included, for at most `timeout` seconds. The step that
-        is under way ends in any case; if it takes more than `timeout` seconds, the thread is given up, and everybody
-        in flight gets EngineDead, as does the caller.
+        drain: let those in flight finish first, those in line included, for at most `timeout` seconds; after a plain
+        close() it drains nothing. The step and the tokenizer call that are under way end in any case; if that takes
+        more than `timeout` seconds, the thread is given up, and everybody in flight gets EngineDead, as does the
+        caller. Prompts that wait to be tokenised are not waited for.
         """
         thread = self._thread
         thread.refuse(EngineClosed, f"the engine of {thread.model} was closed")
@@ -97,7 +100,7 @@ class AsyncEngine:
         if drain and not await thread.has_ended(timeout):
             thread.stop()
         if not await thread.has_ended(timeout):
-            raise thread.give_up(f"a step of {thread.model} has not ended within {timeout:g} s of close()")
+            raise thread.give_up(f"{thread.doing} of {thread.model} has not ended within {timeout:g} s of close()")
         thread.thread.join()
         thread.ended.result()
 

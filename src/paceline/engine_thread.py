@@ -37,6 +37,7 @@ class Ticket:
     """One request on its way. All but the mailbox belongs to the engine thread once it is submitted.
 
     prompt: what was asked; ids, text: what became of it. whole: the reader wants the last chunk only.
+    over: its reader has left, or has been told how it ended.
     loop, mail: the reader's event loop, and its letters: the request id, then chunks; or an error; or END.
     """
 
@@ -72,6 +73,7 @@ class EngineThread:
         self._line: deque[Ticket] = deque()
         self._entered: dict[int, Ticket] = {}
         self._stopping: Literal["no", "drain", "now"] = "no"
+        self.doing = "a step"  # what whoever waits for the end may be waiting for
         self._tokenizer = ThreadPoolExecutor(1, "paceline-tokenizer")
         self._tokenizer.submit(int)  # start its thread now, so that submit() never has to
         # A daemon, so that an engine nobody closed does not keep the interpreter from exiting; see _stop_all.
@@ -148,7 +150,7 @@ class EngineThread:
 
     def stop(self, *, drain: bool = False) -> None:
         """Have the thread end; takes no lock, for a garbage collector calls it."""
-        self.post(partial(setattr, self, "_stopping", "drain" if drain else "now"))
+        self.post(partial(self._stop, "drain" if drain else "now"))
 
     async def has_ended(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for the thread to end."""
@@ -167,6 +169,8 @@ class EngineThread:
     # --- the tokenizer thread -----------------------------------------------------------------------
 
     def _encode(self, ticket: Ticket) -> None:
+        if ticket.over:  # nobody waits for it, others may wait behind it
+            return
         prompt, ticket.prompt = ticket.prompt, ()  # nobody else needs it
         try:
             ticket.text, ticket.ids = self.llm.encode(prompt)
@@ -176,6 +180,10 @@ class EngineThread:
             self.post(partial(self._line_up, ticket))
 
     # --- commands -----------------------------------------------------------------------------------
+
+    def _stop(self, how: Literal["drain", "now"]) -> None:
+        if self._stopping != "now":  # who was promised an end now does not wait for a drain
+            self._stopping = how
 
     def _line_up(self, ticket: Ticket) -> None:
         if not ticket.over:  # its reader may have left meanwhile
@@ -284,14 +292,16 @@ class EngineThread:
     def _bury(self, kind: type[EngineError], why: str, cause: BaseException | None) -> None:
         """The thread's last act: nobody is left waiting, the model is freed."""
         self.refuse(kind, why)
-        self._tokenizer.shutdown()
-        while not self.commands.empty():
-            with suppress(BaseException):
-                self.commands.get()()
         for ticket in list(self._in_flight):
             error = kind(why)
             error.__cause__ = cause
             self._finish(ticket, error)
+        self.doing = "a tokenizer call"
+        self._tokenizer.shutdown()  # after the call under way, which may need the model; the others are over
+        while not self.commands.empty():
+            with suppress(BaseException):
+                self.commands.get()()
+        self.doing = "freeing the memory"
         try:
             self._owned.close()
         except BaseException as error:
