@@ -379,6 +379,27 @@ def test_rows_of_another_shape_are_a_backend_error(cut: Any) -> None:
     assert isinstance(run(engine)[request_id].outputs[0].error, BackendError)
 
 
+@pytest.mark.parametrize("fault", [BackendError, RuntimeError, KeyError])
+def test_whatever_a_release_raises_the_request_ends_and_holds_nothing(fault: type[Exception]) -> None:
+    """sglang PR #18984: also what is no typed error must leave no draft memory behind, and no reader without an end."""
+    backend, observed = toy(), PointDrafter(lambda seen, k: [0] * k)
+    release = backend.release
+
+    def failing(slot: int) -> None:
+        release(slot)
+        raise fault("driver hiccup")
+
+    backend.release = failing  # type: ignore[method-assign]
+    engine = Engine(backend, observed)
+    for _ in range(3):
+        engine.add(PROMPT, SamplingParams(max_tokens=2, seed=1))
+    outputs = [chunk.output for _ in range(4) for chunk in engine.step() if chunk.output is not None]
+    assert [out.outputs[0].finish_reason for out in outputs] == ["error"] * 3
+    assert all("driver hiccup" in str(out.outputs[0].error) for out in outputs)
+    assert not observed.observed
+    assert not engine.has_work
+
+
 def test_a_release_that_fails_does_not_keep_the_other_one() -> None:
     backend = toy()
     drafter = PointDrafter(lambda seen, k: ())
@@ -654,3 +675,17 @@ def test_only_what_became_text_is_published(page_size: int) -> None:
     published = [tokens for _, tokens in backend._book.published()]
     assert len(published) == (len(text) - 1) // page_size  # all but the newest token, which was never forwarded
     assert set(published) <= pages
+
+
+def test_stop_strings_need_a_model_with_text() -> None:
+    """An option that can never take effect is refused, not ignored."""
+    backend = toy()
+
+    def encode(text: str, **options: Any) -> list[int]:
+        raise UnsupportedOption("this model takes no text")
+
+    backend.tokenizer.encode = encode  # type: ignore[method-assign]
+    engine = Engine(backend, NoDrafter())
+    with pytest.raises(UnsupportedOption, match="takes no text"):
+        engine.add(PROMPT, SamplingParams(stop="x"))
+    engine.add(PROMPT, SamplingParams(stop_token_ids=[3]))

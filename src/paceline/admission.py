@@ -26,6 +26,8 @@ def admit_request(
     """A sequence for this request. Raises UnsupportedOption, InvalidPrompt or InvalidParams."""
     info = backend.info
     refuse_unsupported(params)
+    if params.stop_strings:
+        backend.tokenizer.encode("")  # a model without text would never find them; says so
     _check_params(params, info)
     ids = _checked_prompt(prompt_ids, info)
     limit = info.max_len if params.max_tokens is None else min(info.max_len, len(ids) + params.max_tokens)

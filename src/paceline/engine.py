@@ -268,12 +268,16 @@ class Engine:
     def _emit(self, sequence: Sequence) -> StreamChunk:
         """What became final; whoever is finished gives everything back."""
         if sequence.finish_reason is not None:
-            # Both are given back whatever the other does.
-            for give_back in (self._scheduler.remove, self._release_drafter):
+            try:
                 try:
-                    give_back(sequence)
-                except PacelineError as error:
-                    sequence.finish("error", error=error)
+                    self._scheduler.remove(sequence)
+                finally:  # both are given back whatever the other does
+                    self._release_drafter(sequence)
+            except PacelineError as error:
+                sequence.finish("error", error=error)
+            except Exception as error:
+                fault = BackendError(f"releasing slot and memory failed with {type(error).__name__}: {error}")
+                sequence.finish("error", error=fault)
         return sequence.chunk()
 
     def _release_drafter(self, sequence: Sequence) -> None:
