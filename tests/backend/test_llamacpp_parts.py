@@ -78,6 +78,21 @@ def test_cells_are_shared_until_the_last_holder_lets_go() -> None:
     assert book.free == 10
 
 
+def test_what_is_set_aside_must_be_free() -> None:
+    book = CellBook(slots=2, capacity=4)
+    assert book.reserve(0, 3)
+    book.grow(0, 2)
+    assert not book.reserve(1, 2)
+    assert book.reserve(1, 1)
+    book.check()
+    book.unreserve(1, 0)
+    assert book.reserve(0, 4)
+    book.check()
+    book._reserved[1] = 1
+    with pytest.raises(InvariantError, match="3 KV cells are set aside, and 2 are free"):
+        book.check()
+
+
 def test_a_lost_cell_is_noticed() -> None:
     book = CellBook(slots=1, capacity=4)
     book.grow(0, 2)

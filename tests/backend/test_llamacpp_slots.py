@@ -204,6 +204,27 @@ def test_reserved_memory_is_nobody_elses(tiny: Open) -> None:
     backend.check()
 
 
+@pytest.mark.parametrize("why", ["memory", "llama.cpp"])
+def test_a_refused_forward_sets_nothing_aside(tiny: Open, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither segments before the one that does not fit, nor those of a batch that failed, keep cells from others."""
+    backend = tiny(max_seqs=3, max_len=64, kv_tokens=100, max_step_tokens=100)
+    a, b, c = (backend.acquire() for _ in range(3))
+    assert backend.reserve(a, 20)
+    batch = [Segment(a, (5,) * 50, 0, 0), Segment(b, (5,) * (50 if why == "llama.cpp" else 40), 0, 0)]
+    with monkeypatch.context() as patch:
+        if why == "memory":
+            assert backend.reserve(c, 20)
+        else:
+            patch.setattr(backend, "_native", Failing(backend._native, 1))
+        with pytest.raises(BackendError, match="slot 1: no room for 40" if why == "memory" else "status 1"):
+            backend.forward(batch)
+    backend.release(c)
+    backend.check()
+    assert not backend.reserve(b, 81)
+    assert backend.reserve(b, 80)  # all but the 20 that were set aside before
+    backend.check()
+
+
 def test_trees_are_refused(tiny: Open) -> None:
     backend = tiny()
     slot = backend.acquire()

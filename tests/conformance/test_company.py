@@ -7,6 +7,7 @@ rows are a hash of its cells, and on a tiny transformers model in float64.
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def tiny_model() -> Any:
 
 
 def open_hf(**options: Any) -> Backend:
-    model = tiny_model()
+    model = copy.deepcopy(tiny_model())  # a backend keeps its model to itself
     from paceline.backend.hf import HFBackend
 
     return HFBackend(model, **options)

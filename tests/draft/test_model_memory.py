@@ -67,6 +67,8 @@ class MemoryMachine(RuleBasedStateMachine):
             proposal = self.last[request] = proposed(answer)
             text = self.texts[request]
             assert list(proposal.tokens) == self.afresh(request, budget)
+            if len(text) > MAX_LEN:  # nothing can be drafted any more, and others can use the memory
+                self.cached.pop(request, None)
             if len(proposal):
                 cached = text + list(proposal.tokens[:-1])
                 kept = min(common(self.cached.get(request, []), cached), len(text) - 1)

@@ -20,6 +20,8 @@ from ..errors import BackendError, InvalidPrompt, InvariantError, RollbackError
 from ..params import integer
 from ..text.chat import render
 from ..types import BackendInfo, FloatArray, IntArray, Segment
+from .batch import check_batch, set_aside
+from .trees import TreeBook, depths
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
 Table = Callable[[tuple[int, ...]], Sequence[float] | FloatArray]
@@ -133,6 +135,7 @@ class ToyBackend:
         self._cells = np.full((num_pages, page_size), -1, dtype=np.int64)
         self._flat = self._cells.reshape(-1)
         self._claimed: dict[int, int] = {}
+        self._trees = TreeBook()
 
     def acquire(self, tokens: Sequence[int] = ()) -> int:
         """A slot for a sequence that starts with `tokens`, holding what is published of them, but not all."""
@@ -156,9 +159,10 @@ class ToyBackend:
 
     def forward(self, batch: Sequence[Segment]) -> list[NDArray[Any]]:
         """float64[num_rows, V] for each segment."""
-        width = sum(len(s.tokens) for s in batch)
-        self._check_batch(batch, width)
-        self._reserve_all(batch)
+        width = sum(map(len, check_batch(self.info, self.length, batch, trees=self._trees)))
+        self._check_stale(batch)
+        with set_aside(batch, self._book, self.reserve, self._room):
+            pass
         self.tokens_forwarded += width
         rows: list[NDArray[Any]] = []
         for segment in batch:
@@ -168,6 +172,7 @@ class ToyBackend:
             self._flat[where[before:]] = segment.tokens
             self._book.append(slot, segment.tokens)
             self._claimed[slot] += n
+            self._trees.wrote(segment)
             cells = self._flat[where]
             seen = _seen(segment, before)
             rows.append(np.array([self._row(cells[seen(i)], width) for i in range(n - segment.num_rows, n)]))
@@ -175,24 +180,23 @@ class ToyBackend:
 
     def commit(self, slot: int, length: int) -> None:
         """The first `length` tokens are committed: their full pages are published."""
-        self._must_hold(slot)
-        if not 0 <= length <= self._claimed[slot]:
-            raise BackendError(f"toy slot {slot} holds {self._claimed[slot]} tokens; cannot commit {length}")
+        self._trees.check_settled(slot, length, self.length(slot))
         self._book.commit(slot, length)
 
     def truncate(self, slot: int, length: int) -> None:
         """Keep the first `length` tokens."""
-        self._must_hold(slot)
+        self._trees.check_truncate(slot, length, self.length(slot))
         self._forget(slot, length, range(0))
 
     def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
-        """Keep the first `length` tokens and, behind them, those `nodes` further on."""
-        self._must_hold(slot)
+        """Keep the first `length` tokens and, behind them, those `nodes` further on, which are one path."""
+        self._trees.check_keep(slot, length, nodes, self.length(slot))
         self._forget(slot, length, nodes)
 
     def fork(self, slot: int) -> int:
         """A new slot with the same tokens."""
-        self._must_hold(slot)
+        cached = self.length(slot)
+        self._trees.check_settled(slot, cached, cached)
         copy = self._book.fork(slot)
         self._claimed[copy] = self._claimed[slot]
         return copy
@@ -202,10 +206,12 @@ class ToyBackend:
         self._must_hold(slot)
         self._book.release(slot)
         del self._claimed[slot]
+        self._trees.forget(slot)
 
     def check(self) -> None:
         """Raise InvariantError where books, lengths and cells disagree."""
         self._book.check()
+        self._trees.check(self.length)
         for slot, claimed in self._claimed.items():
             written = self._book.length(slot)
             if written != claimed:
@@ -245,10 +251,6 @@ class ToyBackend:
     def _forget(self, slot: int, length: int, nodes: Sequence[int]) -> None:
         """Keep `length` tokens and those `nodes` further on, or misbehave."""
         claimed, kept = self._claimed[slot], length + len(nodes)
-        if not 0 <= length <= kept <= claimed:
-            raise RollbackError(
-                f"toy slot {slot} holds {claimed} tokens; cannot keep {length} and {len(nodes)} of a tree"
-            )
         if kept < claimed and (self._rollback == "fails" or not self.info.can_truncate):
             raise RollbackError(f"toy slot {slot}: told to refuse a rollback to {kept} tokens")
         if self._rollback == "silent":
@@ -259,6 +261,7 @@ class ToyBackend:
             self._flat[where[length:kept]] = self._flat[where[[length + node for node in nodes]]]
             self._book.keep(slot, length, nodes)
         self._claimed[slot] = kept
+        self._trees.forget(slot)
 
     def _row(self, visible: IntArray, width: int) -> FloatArray:
         vocab = self.info.vocab_size
@@ -278,70 +281,24 @@ class ToyBackend:
         if slot not in self._claimed:
             raise BackendError(f"toy slot {slot} is not in use; acquire() one first")
 
-    def _reserve_all(self, batch: Sequence[Segment]) -> None:
-        """Pages for every segment, or for none and BackendError."""
-        before: list[tuple[int, int]] = []
-        for s in batch:
-            before.append((s.slot, self._book.reserved(s.slot)))
-            if self.reserve(s.slot, s.start + len(s.tokens)):
-                continue
-            for slot, reserved in before:
-                self._book.unreserve(slot, reserved)
-            raise BackendError(
-                f"toy slot {s.slot}: no memory for {s.start} + {len(s.tokens)} tokens in this forward; "
-                f"kv_tokens = {self.info.kv_tokens} in pages of {self.info.page_size}"
-            )
+    def _room(self) -> str:
+        return (
+            f"kv_tokens = {self.info.kv_tokens} in pages of {self.info.page_size}, {self._book.free_pages} of them free"
+        )
 
-    def _check_batch(self, batch: Sequence[Segment], width: int) -> None:
-        if width > self.info.max_step_tokens:
-            raise BackendError(f"toy forward of {width} tokens; at most {self.info.max_step_tokens} fit a step")
-        if len({s.slot for s in batch}) != len(batch):
-            raise BackendError(f"toy forward names a slot twice: {[s.slot for s in batch]}")
+    def _check_stale(self, batch: Sequence[Segment]) -> None:
+        """Cells of silent rollbacks are never given back: raise BackendError where there are too many."""
         for s in batch:
-            self._must_hold(s.slot)
-            if s.start != self._claimed[s.slot]:
-                raise BackendError(
-                    f"toy slot {s.slot} holds {self._claimed[s.slot]} tokens, the segment starts at {s.start}"
-                )
-            if not s.tokens or not 0 <= s.num_rows <= len(s.tokens):
-                raise BackendError(f"toy slot {s.slot}: {s.num_rows} rows asked of {len(s.tokens)} new tokens")
             if self._rollback == "silent" and self._book.length(s.slot) + len(s.tokens) > 2 * self.info.max_len:
                 raise BackendError(f"toy slot {s.slot}: its cells are full of tokens that were never rolled back")
-            _check_tree(s)
-            deepest = len(s.tokens) if s.parents is None else max(len(a) for a in _ancestors(s.parents))
-            if s.start + deepest > self.info.max_len:
-                raise BackendError(f"toy slot {s.slot}: {s.start} + {deepest} tokens, max_len is {self.info.max_len}")
-            bad = [t for t in s.tokens if not 0 <= t < self.info.vocab_size]
-            if bad:
-                raise BackendError(f"toy slot {s.slot}: token id {bad[0]}; allowed: 0 to {self.info.vocab_size - 1}")
 
 
-def _check_tree(segment: Segment) -> None:
-    """Raise BackendError where parents are not one for each token, each before its child."""
-    parents = segment.parents
-    if parents is None:
-        return
-    if len(parents) != len(segment.tokens):
-        raise BackendError(f"toy slot {segment.slot}: {len(parents)} parents for {len(segment.tokens)} tokens")
-    for i, parent in enumerate(parents):
-        if not -1 <= parent < i:
-            raise BackendError(f"toy slot {segment.slot}: parents[{i}] = {parent}; allowed: -1 to {i - 1}")
-
-
-def _ancestors(parents: Sequence[int]) -> list[list[int]]:
-    """For each node, the path to it from the root: its ancestors and itself."""
-    paths: list[list[int]] = []
-    for i, parent in enumerate(parents):
-        paths.append([*(paths[parent] if parent >= 0 else ()), i])
-    return paths
-
-
-def _seen(segment: Segment, before: int) -> Callable[[int], slice | list[int]]:
+def _seen(segment: Segment, before: int) -> Callable[[int], slice | IntArray]:
     """What token i of a segment sees of its slot's cells: the `before` cached ones, its ancestors and itself."""
     if segment.parents is None:
         return lambda i: slice(before + i + 1)
-    paths = _ancestors(segment.parents)
-    return lambda i: [*range(before), *(before + node for node in paths[i])]
+    sees = depths(segment.parents)[1]
+    return lambda i: np.concatenate([np.arange(before), before + np.flatnonzero(sees[i])])
 
 
 def _prior(vocab_size: int) -> FloatArray:

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from paceline.backend.hf import HFBackend  # noqa: E402
 from paceline.backend.hf.attention import NAME, attention  # noqa: E402
 from paceline.backend.hf.pools import Pools  # noqa: E402
-from paceline.backend.hf.step import Part, Step, current_step, depths  # noqa: E402
+from paceline.backend.hf.step import Part, Step, current_step  # noqa: E402
+from paceline.backend.trees import depths  # noqa: E402
 from paceline.errors import BackendError, InvalidParams, ModelFormatError, UnsupportedOption  # noqa: E402
 from paceline.types import Segment  # noqa: E402
 
@@ -240,6 +241,41 @@ def test_a_model_that_goes_its_own_way_is_refused(family: str, how: str, why: st
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize("vocab", [2, 31, 62])
+def test_a_small_vocabulary_hides_nothing(vocab: int) -> None:
+    """The probe's text must not repeat one token: attention to equal tokens is the same whatever is masked."""
+    model = build("gemma2", vocab_size=vocab, pad_token_id=None, bos_token_id=None)
+    spoil(model, "own window")
+    with pytest.raises(ModelFormatError, match="differ from those of the model's own attention"):
+        HFBackend(model, max_len=128)
+
+
+def test_one_backend_at_a_time_holds_a_model() -> None:
+    """A second one would take Paceline's attention for the model's own, and leave it behind."""
+    model = build("llama")
+    model.set_attn_implementation("sdpa")
+    first = HFBackend(model, max_len=64)
+    with pytest.raises(
+        BackendError, match=r"LlamaForCausalLM attends through Paceline already: .* close that one first"
+    ):
+        HFBackend(model, max_len=64)
+    (rows,) = first.forward([Segment(first.acquire(), (5, 6, 7), 0, 3)])
+    assert apart(rows, reference("llama").rows((5, 6, 7))) <= 1e-11
+    first.close()
+    assert model.config._attn_implementation == "sdpa"
+    HFBackend(model, max_len=64).close()
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_masks_have_the_type_of_their_layer() -> None:
+    """Layers alike in all but their type share no mask."""
+    step = Step([Part(0, 3, 2, [0, 1])], Pools(2, SIZE, torch.device("cpu")))
+    for dtype in (torch.float64, torch.float32, torch.float64):
+        (view,) = step.views(0, 2, dtype)
+        assert view.mask is not None
+        assert view.mask.dtype == dtype
+
+
 def test_a_window_off_by_one_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The probe is longer than small windows, and its tolerance finer than one key."""
     model = build("mistral")
@@ -306,7 +342,7 @@ def test_a_forward_that_fails_leaves_lengths_as_they_were(error: Exception, monk
             BackendError, match=rf"a forward of 5 tokens for slots \[0\] failed with {type(error).__name__}"
         ):
             backend.forward([Segment(slot, (9,) * 5, 10, 1)])
-    assert backend.length(slot) == 10
+    assert (backend.length(slot), backend._book.reserved(slot)) == (10, 10)
     assert current_step.get() is None
     backend.check()
     (rows,) = backend.forward([Segment(slot, text[10:], 10, 20)])

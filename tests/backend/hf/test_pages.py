@@ -172,6 +172,26 @@ def test_too_little_memory_changes_nothing() -> None:
     backend.close()
 
 
+def test_a_refused_forward_may_leave_a_copied_page() -> None:
+    """The copy that a refused write made stays, is counted, and holds what it held; the other slot keeps its page."""
+    text = tokens(1, 6)
+    backend = opened("llama", page_size=PAGE, max_len=16, kv_tokens=16, prefix_cache=False)
+    slot = prefill(backend, text)
+    fork, other = backend.fork(slot), backend.acquire()
+    shared = list(backend._book.pages(slot))
+    before = contents(backend, slot)
+    with pytest.raises(BackendError, match=f"slot {other}: no room for 9 tokens; 1 of 4 pages"):
+        backend.forward([Segment(fork, (1,), 6, 0), Segment(other, (1,) * 9, 0, 0)])
+    assert list(backend._book.pages(slot)) == shared
+    first, copied = backend._book.pages(fork)
+    assert first == shared[0]
+    assert copied != shared[1]
+    assert [backend._book.reserved(s) for s in (slot, fork, other)] == [6, 6, 0]
+    assert cells_apart(contents(backend, slot), before) == cells_apart(contents(backend, fork), before) == 0.0
+    backend.check()
+    backend.close()
+
+
 def test_truncate_does_it_or_raises() -> None:
     backend = opened("llama")
     slot = prefill(backend, tokens(1, 9))

@@ -126,7 +126,7 @@ def test_what_is_no_path_is_refused() -> None:
     assert backend.length(slot) == 7
     backend.commit(slot, 7)
     backend.check()
-    with pytest.raises(BackendError, match=r"parents \(-1, 1\) of 2 tokens; a parent precedes its child"):
+    with pytest.raises(BackendError, match=r"parents \(-1, 1\) of 2 tokens; .* a parent precedes its child"):
         backend.forward([Segment(slot, (1, 2), 7, 1, (-1, 1))])
     backend.close()
 

@@ -10,21 +10,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ...cache import PageBook
-from ...errors import BackendError, InvalidParams, InvariantError, PacelineError, RollbackError
+from ...errors import BackendError, InvalidParams, PacelineError
 from ...params import integer
 from ...types import BackendInfo, Segment, Tokenizer
+from ..batch import check_batch, set_aside
+from ..trees import TreeBook, depths
 from .loading import load
 from .pools import Pools
 from .probe import probe, probe_compiled
 from .runner import Runner
-from .step import Part, Step, depths
+from .step import Part, Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,7 +89,7 @@ class HFBackend:
             progress=progress,
             tokenizer=tokenizer,
         )
-        length, pages = _room(loaded.max_len, max_len, wanted_kv, clip_max_len, seqs, size)
+        length, pages = _sizes(loaded.max_len, max_len, wanted_kv, clip_max_len, seqs, size)
         step_tokens = _step_tokens(max_step_tokens, pages * size)
         self.tokenizer: Tokenizer = loaded.tokenizer
         self.info = BackendInfo(
@@ -105,7 +107,7 @@ class HFBackend:
         self._dtype = np.float64 if loaded.dtype == torch.float64 else np.float32
         self._pools = Pools(pages, size, loaded.device)
         self._book = PageBook(pages, size, seqs, prefix_cache=prefix_cache)
-        self._trees: dict[int, _Tree] = {}
+        self._trees = TreeBook()
         self._model: Any = loaded.model
         self._attention_before = self._model.config._attn_implementation
         probe(self._model, loaded.name, self._pools, length, loaded.vocab_size)
@@ -156,19 +158,20 @@ class HFBackend:
         Raises BackendError where fewer are cached, or some of them are branches of a tree.
         """
         self._check_open()
-        self._settled(slot, length)
+        self._trees.check_settled(slot, length, self._book.length(slot))
         self._book.commit(slot, length)
 
     def fork(self, slot: int) -> int:
         """A new slot that holds the same tokens in the same pages; whoever writes to one copies it first."""
         self._check_open()
-        self._settled(slot, self._book.length(slot))
+        cached = self._book.length(slot)
+        self._trees.check_settled(slot, cached, cached)
         return self._book.fork(slot)
 
     def release(self, slot: int) -> None:
         """Give the slot back, whatever its state."""
         self._book.release(slot)
-        self._trees.pop(slot, None)
+        self._trees.forget(slot)
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget all but the first `length` tokens of `slot`, and what was set aside.
@@ -176,39 +179,20 @@ class HFBackend:
         Raises RollbackError where fewer are cached, or what would stay is not one branch of a tree.
         """
         self._check_open()
-        cached = self._book.length(slot)
-        if not 0 <= length <= cached:
-            raise RollbackError(f"cannot truncate slot {slot} to {length} tokens: it holds {cached}")
-        tree = self._trees.get(slot)
-        if tree is not None and not tree.is_path(range(length - tree.start)):
-            raise RollbackError(
-                f"cannot truncate slot {slot} to {length} tokens: from {tree.start} on it holds a tree with parents "
-                f"{tree.parents}; keep() one branch"
-            )
+        self._trees.check_truncate(slot, length, self._book.length(slot))
         self._book.truncate(slot, length)
-        self._trees.pop(slot, None)
+        self._trees.forget(slot)
 
     def keep(self, slot: int, length: int, nodes: Sequence[int]) -> None:
         """After a tree: keep the first `length` tokens and, behind them, those `nodes` further on.
 
         Keys are stored rotated to their position in the sequence, and along a path from the cached tokens a node's
-        depth is its place: its keys and values are moved as they are. Raises RollbackError where nodes are not a path.
+        depth is its place: its keys and values are moved as they are. Raises RollbackError where nodes are not a
+        path, or would be moved into a page that another branch was committed in.
         """
         self._check_open()
-        cached = self._book.length(slot)
-        tree = self._trees.get(slot) or _Tree(0, tuple(range(-1, cached - 1)))
-        kept = [*range(length - tree.start), *(length - tree.start + node for node in nodes)]
-        if not (tree.start <= length <= cached and all(0 <= node < cached - length for node in nodes)):
-            raise RollbackError(
-                f"cannot keep {length} tokens and nodes {list(nodes)} of slot {slot}: it holds {cached} tokens, "
-                f"the last tree from {tree.start} on"
-            )
-        if not tree.is_path(kept):
-            raise RollbackError(
-                f"cannot keep {length} tokens and nodes {list(nodes)} of slot {slot}: not one path of the tree "
-                f"from {tree.start} on with parents {tree.parents}"
-            )
-        self._book.check_keep(slot, length, nodes)
+        self._trees.check_keep(slot, length, nodes, self._book.length(slot))
+        self._book.check_keep(slot, length, nodes)  # before a cell is moved into a page that somebody else sees
         moves = [(length + node, length + place) for place, node in enumerate(nodes) if node != place]
         if moves:
             pages, size = self._book.pages(slot), self.info.page_size
@@ -217,7 +201,7 @@ class HFBackend:
             )
             self._pools.move_cells(sources, targets)
         self._book.keep(slot, length, nodes)
-        self._trees.pop(slot, None)
+        self._trees.forget(slot)
 
     # --- forward ------------------------------------------------------------------------------------
 
@@ -230,8 +214,22 @@ class HFBackend:
         whatever goes wrong inside PyTorch.
         """
         self._check_open()
-        ids = self._check(batch)
-        self._reserve(batch)
+        ids = array("q")
+        for tokens in check_batch(self.info, self._book.length, batch, trees=self._trees):
+            ids += tokens
+        with set_aside(batch, self._book, self.reserve, self._room):
+            values = self._computed(batch, np.frombuffer(ids, np.int64))
+        for segment in batch:
+            self._book.append(segment.slot, segment.tokens)
+            self._trees.wrote(segment)
+        out, at = [], 0
+        for segment in batch:
+            out.append(values[at : at + segment.num_rows])
+            at += segment.num_rows
+        return out
+
+    def _computed(self, batch: Sequence[Segment], ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Run the model on a batch that is checked and has its memory; the logits [rows, V] that were asked for."""
         step, rows = self._pack(batch)
         try:
             logits = self._run(step, ids, rows)
@@ -248,15 +246,7 @@ class HFBackend:
                 f"{len(step.hits)} of {len(self._pools.layers)} layers attended through Paceline in this forward; a "
                 "model that a backend holds must stay set to its attention"
             )
-        for segment in batch:
-            self._book.append(segment.slot, segment.tokens)
-            if segment.parents is not None:
-                self._trees[segment.slot] = _Tree(segment.start, tuple(segment.parents))
-        out, at = [], 0
-        for segment in batch:
-            out.append(values[at : at + segment.num_rows])
-            at += segment.num_rows
-        return out
+        return values
 
     def _pack(self, batch: Sequence[Segment]) -> tuple[Step, NDArray[np.int64]]:
         """The step, and which rows of the packed row give logits: at least one, for a model always gives some."""
@@ -272,81 +262,18 @@ class HFBackend:
             rows.extend(range(at - segment.num_rows, at))
         return Step(parts, self._pools), np.array(rows or [at - 1], np.int64)
 
-    def _reserve(self, batch: Sequence[Segment]) -> None:
-        """Pages for all segments, or BackendError with every slot's pages as they were."""
-        grown: list[tuple[int, int]] = []
-        for segment in batch:
-            slot, end = segment.slot, segment.start + len(segment.tokens)
-            before = self._book.reserved(slot)
-            if self.reserve(slot, end):
-                grown.append((slot, before))
-                continue
-            for other, length in grown:
-                self._book.unreserve(other, length)
-            raise BackendError(
-                f"slot {slot}: no room for {end} tokens; {self._book.free_pages} of {self._pools.num_pages} pages of "
-                f"{self.info.page_size} tokens are free; release a slot or raise kv_tokens"
-            )
-
-    def _check(self, batch: Sequence[Segment]) -> NDArray[np.int64]:
-        """Everything about a batch but memory; the packed token ids int64[total]."""
-        info = self.info
-        seen: set[int] = set()
-        packed = array("q")
-        for segment in batch:
-            slot, count = segment.slot, len(segment.tokens)
-            cached = self._book.length(slot)
-            if slot in seen:
-                raise BackendError(f"slot {slot} comes twice in one batch")
-            seen.add(slot)
-            if not count or not 0 <= segment.num_rows <= count:
-                raise BackendError(f"slot {slot}: {segment.num_rows} rows of {count} tokens make no sense")
-            if segment.start != cached:
-                raise BackendError(f"slot {slot}: tokens start at {segment.start}, but {cached} are cached")
-            self._settled(slot, cached)
-            deepest = count if segment.parents is None else _depth(slot, count, segment.parents)
-            if cached + deepest > info.max_len:
-                raise BackendError(
-                    f"slot {slot}: {cached} tokens cached and {deepest} new make {cached + deepest}; "
-                    f"the context holds {info.max_len}"
-                )
-            packed.extend(self._token_ids(slot, segment.tokens))
-        if not packed:
-            raise BackendError("the batch is empty")
-        if len(packed) > info.max_step_tokens:
-            raise BackendError(f"the batch has {len(packed)} tokens; one step takes {info.max_step_tokens}")
-        return np.frombuffer(packed, np.int64)
-
-    def _token_ids(self, slot: int, tokens: Sequence[int]) -> array[int]:
-        try:
-            ids = array("q", tokens)  # strict: numpy would cut 1.5 to 1
-            if min(ids) >= 0 and max(ids) < self.info.vocab_size:
-                return ids
-        except (TypeError, OverflowError):
-            pass
-        V = self.info.vocab_size
-        bad = next(t for t in tokens if not (isinstance(t, SupportsIndex) and 0 <= t.__index__() < V))
-        raise BackendError(f"slot {slot}: token id {bad!r} is not an integer in 0 .. {V - 1}")
-
-    def _settled(self, slot: int, length: int) -> None:
-        """Raise BackendError where the first `length` tokens of a slot include branches of a tree."""
-        tree = self._trees.get(slot)
-        if tree is not None and not tree.is_path(range(length - tree.start)):
-            raise BackendError(
-                f"slot {slot} holds a tree from {tree.start} on with parents {tree.parents}; keep() one branch first"
-            )
+    def _room(self) -> str:
+        return (
+            f"{self._book.free_pages} of {self._pools.num_pages} pages of {self.info.page_size} tokens are free; "
+            "release a slot or raise kv_tokens"
+        )
 
     # --- upkeep -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise InvariantError where the books do not balance."""
         self._book.check()
-        for slot, tree in self._trees.items():
-            if self._book.length(slot) != tree.start + len(tree.parents):
-                raise InvariantError(
-                    f"slot {slot} holds {self._book.length(slot)} tokens, but its tree has {len(tree.parents)} from "
-                    f"{tree.start} on"
-                )
+        self._trees.check(self._book.length)
 
     def close(self) -> None:
         """Free model and pages; a model that was given open attends as before. Idempotent."""
@@ -360,30 +287,7 @@ class HFBackend:
             raise BackendError("the model is closed")
 
 
-class _Tree:
-    """What the last segment of a slot was, until somebody decides which branch stays."""
-
-    def __init__(self, start: int, parents: tuple[int, ...]) -> None:
-        self.start, self.parents = start, parents
-
-    def is_path(self, nodes: Sequence[int]) -> bool:
-        """Whether every node continues the one before it, the first one the cached tokens."""
-        before = -1
-        for node in nodes:
-            if self.parents[node] != before:
-                return False
-            before = node
-        return True
-
-
-def _depth(slot: int, count: int, parents: Sequence[int]) -> int:
-    """Nodes on the longest path. Raises BackendError for parents that are no tree in order."""
-    if len(parents) != count or any(not -1 <= parent < i for i, parent in enumerate(parents)):
-        raise BackendError(f"slot {slot}: parents {tuple(parents)} of {count} tokens; a parent precedes its child")
-    return int(depths(parents)[0].max()) + 1
-
-
-def _room(
+def _sizes(
     longest: int, wanted: int | None, kv_tokens: int | None, clip: bool, seqs: int, page_size: int
 ) -> tuple[int, int]:
     """max_len and the number of pages."""

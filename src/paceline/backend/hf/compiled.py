@@ -54,10 +54,10 @@ class Output(NamedTuple):
 class Compiled:
     """A model's forward as a compiled graph. Called like the model, from one thread at a time.
 
-    path: the file it was loaded from, or None where nothing was kept. from_cache: whether it lay there already.
+    path: the file it was loaded from. from_cache: whether it lay there already.
     """
 
-    def __init__(self, graph: Callable[..., Tensor], path: Path | None, from_cache: bool) -> None:
+    def __init__(self, graph: Callable[..., Tensor], path: Path, from_cache: bool) -> None:
         self._graph = graph
         self.path = path
         self.from_cache = from_cache

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import (
+    BackendError,
     InvalidParams,
     ModelDownloadError,
     ModelError,
@@ -88,7 +89,8 @@ def load(
     None leaves it alone. progress: in bytes. tokenizer: instead of the model's own.
 
     Raises ModelNotFound, ModelFormatError (by name and reason, for files that cannot be read whole and for
-    architectures that cannot be served), InvalidParams, UnsupportedOption.
+    architectures that cannot be served), InvalidParams, UnsupportedOption, and BackendError for an open model that
+    another backend holds.
     """
     _check_options(dtype, max_len, n_threads)
     if isinstance(model, str | Path):
@@ -336,6 +338,8 @@ def _open_already(model: Any, dtype: str | None, device: str | None) -> PreTrain
     import torch
     from transformers import PreTrainedModel
 
+    from .attention import NAME
+
     if not isinstance(model, PreTrainedModel):
         raise InvalidParams(f"model = {model!r}; allowed: a folder, a hub id, a .gguf file or a PreTrainedModel")
     name = _class_name(model)
@@ -343,6 +347,11 @@ def _open_already(model: Any, dtype: str | None, device: str | None) -> PreTrain
         raise InvalidParams(f"dtype = {dtype!r}; {name} is open already, in {_dtype_name(model.dtype)}; leave it out")
     if device is not None and _device(device) != model.device:
         raise InvalidParams(f"device = {device!r}; {name} is open already, on {model.device}; leave it out")
+    if model.config.get_text_config()._attn_implementation == NAME:
+        raise BackendError(
+            f"{name} attends through Paceline already: another backend holds it; close that one first, or load the "
+            "model twice (if none does, say model.set_attn_implementation('sdpa'))"
+        )
     refusals.refuse(model.config, name)
     refusals.refuse_class(type(model), model.config, name)
     return model

@@ -18,6 +18,7 @@ from torch import Tensor
 from ...errors import BackendError, ModelFormatError, PacelineError, UnsupportedOption
 from .attention import NAME
 from .pools import Pools
+from .refusals import windows
 from .runner import Runner
 from .step import Part, Step
 
@@ -63,7 +64,13 @@ def probe_compiled(eager: Runner, compiled: Runner, name: str, pools: Pools, max
 
 
 def _ids(count: int, vocab_size: int) -> NDArray[np.int64]:
-    return (7 + 31 * np.arange(count, dtype=np.int64)) % vocab_size
+    # Random: in a text that repeats itself, seeing too much or too little may leave every average as it is.
+    return np.random.default_rng(0).integers(vocab_size, size=count, dtype=np.int64)
+
+
+def _beyond(window: int) -> int:
+    """Tokens of a text most of whose last rows have left a window."""
+    return window + window // 2 + 1
 
 
 def _ratio(got: Tensor, wanted: Tensor) -> float:
@@ -102,8 +109,10 @@ class _Probe:
 
     def run(self) -> None:
         _set(self.model, NAME)
-        windows = self._windows()
-        length = min(self.limit, max([SHORT] + [w + w // 2 + 1 for w in windows if 0 < w <= LONGEST_WINDOW]))
+        named, passed = windows(self.config), self._passed()
+        lengths = [_beyond(w) for w in {*named.values(), *passed} if 0 < w <= LONGEST_WINDOW]
+        length = min(self.limit, max([SHORT, *lengths]))
+        self._refuse_unseen({name: w for name, w in named.items() if w not in passed and _beyond(w) > length})
         ids = _ids(length, self.vocab_size)
         whole = self._paged(ids, [length], backwards=False)
         # Pages in falling order, so that keys are gathered instead of read as a view.
@@ -114,11 +123,20 @@ class _Probe:
         self._compare(whole, own, "differ from those of the model's own attention")
         self._compare(chunked, whole, "of a text in two chunks differ from those of the same text in one")
 
-    def _windows(self) -> set[int]:
-        """Sliding windows: those the configuration names, and those that come with the call."""
+    def _passed(self) -> set[int]:
+        """Sliding windows that come with the call."""
         step = self._step(1, 0, backwards=False)
         self._forward(step, np.zeros(1, np.int64))
-        return step.windows | {int(getattr(self.config, "sliding_window", None) or 0)}
+        return step.windows
+
+    def _refuse_unseen(self, unseen: dict[str, int]) -> None:
+        """Windows that no layer asks for and no trial reaches may be in the masks, where Paceline does not see them."""
+        for name, window in unseen.items():
+            if window < self.limit:
+                raise ModelFormatError(
+                    f"its configuration says {name} = {window}, and none of its layers passes that to the attention "
+                    f"function; max_len = {window} would do without it"
+                )
 
     def _step(self, count: int, start: int, *, backwards: bool) -> Step:
         pages = range(-(-(start + count) // self.pools.page_size))

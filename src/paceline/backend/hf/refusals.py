@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import ModelFormatError
 from ..llamacpp.gguf import GgufInfo
 
-__all__ = ["longest", "refuse", "refuse_class", "refuse_gguf"]
+__all__ = ["longest", "refuse", "refuse_class", "refuse_gguf", "windows"]
 
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 STATE = "keeps a running state instead of a row per token, and it cannot go back when drafts are rejected"
@@ -28,39 +28,30 @@ UNSERVED_LAYERS = {
     "chunked_attention": "sees a chunk of the sequence that only a mask says, and masks are Paceline's",
 }
 # Those whose older configurations do not say it layer by layer.
-RECURRENT = {
-    *(
-        "mamba",
-        "mamba2",
-        "falcon_mamba",
-        "rwkv",
-        "xlstm",
-        "recurrent_gemma",
-        "jamba",
-        "bamba",
-        "zamba",
-        "zamba2",
-        "zaya",
-    ),
-    *("falcon_h1", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "qwen3_next", "kimi_linear", "nemotron_h"),
-    *("olmo_hybrid", "minimax", "bailing_hybrid"),
-}
-ENCODERS = {
-    *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm"),
-    *("roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-}
+RECURRENT = frozenset({
+    "mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "recurrent_gemma", "jamba", "bamba", "zamba", "zamba2", "zaya",
+    "falcon_h1", "lfm2", "lfm2_moe", "lfm3", "granitemoehybrid", "qwen3_next", "kimi_linear", "nemotron_h",
+    "olmo_hybrid", "minimax", "bailing_hybrid"
+})  # fmt: skip
+ENCODERS = frozenset({
+    "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roberta-prelayernorm",
+    "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod"
+})  # fmt: skip
 # Parts of a configuration that only group settings of the one model.
 SETTINGS = frozenset({"attn_config", "ffn_config"})
 # What transformers takes over from a GGUF of this architecture, compared with llama.cpp on the same file. It leaves out
 # whatever else a file says or holds without a word, such as the factors of a stretched RoPE.
-GGUF_KEYS = {
-    *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
-    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
-    *("rope.freq_base", "rope.dimension_count", "attention.key_length", "attention.value_length"),
-}
+GGUF_KEYS = frozenset({
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size", "attention.head_count",
+    "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count",
+    "attention.key_length", "attention.value_length"
+})  # fmt: skip
 GGUF_TENSOR = re.compile(
     r"(token_embd|output_norm|output|blk\.\d+\.(attn_(norm|q|k|v|output)|ffn_(norm|gate|up|down)))\.weight"
 )
+# Settings by which a configuration says how far back a token sees, and what is only called alike.
+WINDOW = re.compile(r"window|local_attention|chunk")
+NO_WINDOW = re.compile(r"layers|pattern|feed_forward|lm_head|mamba|num_|prob")
 # RoPE that takes its factors from the longest position in the forward.
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
@@ -113,6 +104,22 @@ def longest(config: Any) -> tuple[int | None, str]:
                 "the others' tokens differently than those they have cached"
             )
     return limit, why
+
+
+def windows(config: Any) -> dict[str, int]:
+    """Every setting that may limit how many tokens back a token sees, and to how many; none if all layers see all."""
+    kinds = set(_get(config, "layer_types") or ())
+    if kinds and kinds <= {"full_attention", "attention"}:
+        return {}
+    # Some are properties that follow from another setting.
+    said = {**vars(config), "sliding_window": _get(config, "sliding_window")}
+    if isinstance(said.get("local_attention"), int):  # counted to both sides
+        said["local_attention // 2"] = said.pop("local_attention") // 2
+    return {
+        name: value
+        for name, value in said.items()
+        if WINDOW.search(name) and not NO_WINDOW.search(name) and type(value) is int and value > 0
+    }
 
 
 def _reasons(config: Any) -> Iterator[str]:

@@ -13,10 +13,10 @@ from typing import Any
 
 from ...errors import UnsupportedOption
 
-__all__ = ["Step", "quiet", "require"]
+__all__ = ["Report", "quiet", "require"]
 
-Step = Callable[[int, int], None]
-"""step(tensors done, tensors in all)."""
+Report = Callable[[int, int], None]
+"""report(tensors done, tensors in all)."""
 
 INSTALL = "install what it needs with: pip install 'paceline[hf]'"
 OLDEST_TRANSFORMERS = 5
@@ -47,8 +47,8 @@ def require(*, gguf: bool = False) -> Any:
 
 
 @contextmanager
-def quiet(step: Step | None = None) -> Iterator[None]:
-    """Inside, transformers and the hub client print nothing; step() follows the tensors. One thread at a time.
+def quiet(report: Report | None = None) -> Iterator[None]:
+    """Inside, transformers and the hub client print nothing; report() follows the tensors. One thread at a time.
 
     Levels, bars and warning filters belong to the whole process, and are as before afterwards.
     """
@@ -65,7 +65,7 @@ def quiet(step: Step | None = None) -> Iterator[None]:
         logging.disable_progress_bar()
         disable_progress_bars()
         try:
-            with _bars_replaced(step or (lambda done, total: None)):
+            with _bars_replaced(report or (lambda done, total: None)):
                 yield
         finally:
             for logger, level in zip(loggers, levels, strict=True):
@@ -76,14 +76,14 @@ def quiet(step: Step | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def _bars_replaced(step: Step) -> Iterator[None]:
-    """step() in place of the bar over the tensors that are loaded, and nothing in place of the one of GGUF files."""
+def _bars_replaced(report: Report) -> Iterator[None]:
+    """report() in place of the bar over the tensors that are loaded, and nothing in place of the one of GGUF files."""
     from transformers import modeling_gguf_pytorch_utils as gguf_loading
     from transformers.utils import logging
 
     def loaded(factory: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if args and hasattr(args[0], "__len__"):
-            return _counted(args[0], step)
+            return _counted(args[0], report)
         return factory(*args, **keywords)
 
     set_hook = getattr(logging, "set_tqdm_hook", None)  # not in the first releases of 5
@@ -102,9 +102,9 @@ def _bars_replaced(step: Step) -> Iterator[None]:
                 set_hook(previous)
 
 
-def _counted(items: Collection[Any], step: Step) -> Iterator[Any]:
+def _counted(items: Collection[Any], report: Report) -> Iterator[Any]:
     total = len(items)
     for done, item in enumerate(items):
-        step(done, total)
+        report(done, total)
         yield item
-    step(total, total)
+    report(total, total)

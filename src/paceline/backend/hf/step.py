@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .pools import Pools
 
-__all__ = ["FOLD_ROWS", "Part", "Step", "View", "current_step", "depths"]
+__all__ = ["FOLD_ROWS", "Part", "Step", "View", "current_step"]
 
 FOLD_ROWS = 32
 """Up to so many new tokens of one sequence, the query heads of a group are attended as extra rows of their key
@@ -64,18 +64,6 @@ class View:
     wide: bool
 
 
-def depths(parents: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """A tree's depths int64[n] and its ancestor-or-self matrix bool[n, n]. Parents precede children."""
-    n = len(parents)
-    depth = np.zeros(n, np.int64)
-    sees = np.eye(n, dtype=np.bool_)
-    for i, parent in enumerate(parents):
-        if parent >= 0:
-            depth[i] = depth[parent] + 1
-            sees[i] |= sees[parent]
-    return depth, sees
-
-
 class Step:
     """The metadata of one forward; see the module. hits: layers in the order they attended, for the probe."""
 
@@ -86,7 +74,7 @@ class Step:
         self.hits: list[int] = []
         self._page_size = pools.page_size
         self._views: dict[tuple[int, int, torch.dtype], list[View]] = {}
-        self._masks: dict[tuple[int, int, int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
         cells = np.concatenate([self._cells(part, part.start) for part in parts])
         first = int(cells[0])
         self.run = first if bool((np.diff(cells) == 1).all()) else None
@@ -123,7 +111,7 @@ class Step:
         if wide and part.start == 0 and part.sees is None and not clipped:
             return View(part.at, part.count, first, length, index, None, True, True)
         repeat = 1 if wide else groups
-        key = (i, oldest, window if clipped else 0, repeat)
+        key = (i, oldest, window if clipped else 0, repeat, dtype)
         mask = self._masks.get(key)
         if mask is None:
             mask = self._masks[key] = self._mask(part, oldest, key[2], repeat, dtype)

@@ -12,13 +12,14 @@ import heapq
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import BackendError, InvariantError, RollbackError
 from ...types import BackendInfo, Segment
+from ..batch import check_batch, set_aside
 from .cells import CellBook
 from .loading import Wishes, load
 from .native import Progress, said
@@ -171,64 +172,26 @@ class LlamaCppBackend:
         or more tokens than a step, a slot or the KV memory holds.
         """
         context = self._model.context
-        rows = self._batch.pack(batch, self._check(batch))
-        status = self._native.llama_decode(context, self._batch.struct)
-        if status:
-            self._undo(batch)
-            why = STATUS.get(status, "fatal error")
-            raise BackendError(
-                f"llama.cpp could not run a batch of {self._batch.struct.n_tokens} tokens for slots "
-                f"{[s.slot for s in batch]}: {why} (status {status}) {said()}".rstrip()
-            )
+        ids = check_batch(self.info, self.length, batch, code="i")
+        with set_aside(batch, self._cells, self.reserve, lambda: self._room(sum(map(len, ids)))):
+            rows = self._batch.pack(batch, ids)
+            status = self._native.llama_decode(context, self._batch.struct)
+            if status:
+                self._undo(batch)
+                why = STATUS.get(status, "fatal error")
+                raise BackendError(
+                    f"llama.cpp could not run a batch of {self._batch.struct.n_tokens} tokens for slots "
+                    f"{[s.slot for s in batch]}: {why} (status {status}) {said()}".rstrip()
+                )
         for segment in batch:
             self._cells.grow(segment.slot, len(segment.tokens))
         return self._rows(context, batch, rows)
 
-    def _check(self, batch: Sequence[Segment]) -> list[array[int]]:
-        """Everything that llama.cpp would not forgive; the token ids of each segment."""
-        info = self.info
-        total, ids = 0, []
-        seen: set[int] = set()
-        for segment in batch:
-            slot, count = segment.slot, len(segment.tokens)
-            cached = self.length(slot)
-            if slot in seen:
-                raise BackendError(f"slot {slot} comes twice in one batch")
-            seen.add(slot)
-            if not count or not 0 <= segment.num_rows <= count:
-                raise BackendError(f"slot {slot}: {segment.num_rows} rows of {count} tokens make no sense")
-            if segment.start != cached:
-                raise BackendError(f"slot {slot}: tokens start at {segment.start}, but {cached} are cached")
-            if segment.parents is not None:
-                raise BackendError(f"slot {slot}: a tree with parents {segment.parents}; only chains run on llama.cpp")
-            if cached + count > info.max_len:
-                raise BackendError(
-                    f"slot {slot}: {cached} tokens cached and {count} new make {cached + count}; "
-                    f"the context holds {info.max_len}"
-                )
-            ids.append(self._token_ids(slot, segment.tokens))
-            total += count
-        if not total:
-            raise BackendError("the batch is empty")
-        if total > info.max_step_tokens:
-            raise BackendError(f"the batch has {total} tokens; one step takes {info.max_step_tokens}")
-        if not all(self._cells.reserve(s.slot, s.start + len(s.tokens)) for s in batch):
-            raise BackendError(
-                f"the batch has {total} tokens and the KV memory has room for {self._cells.free} "
-                f"of {info.kv_tokens}, reserved ones included; release a slot or raise kv_tokens"
-            )
-        return ids
-
-    def _token_ids(self, slot: int, tokens: Sequence[int]) -> array[int]:
-        try:
-            ids = array("i", tokens)  # strict: numpy would cut 1.5 to 1
-            if min(ids) >= 0 and max(ids) < self.info.vocab_size:
-                return ids
-        except (TypeError, OverflowError):
-            pass
-        V = self.info.vocab_size
-        bad = next(t for t in tokens if not (isinstance(t, SupportsIndex) and 0 <= t.__index__() < V))
-        raise BackendError(f"slot {slot}: token id {bad!r} is not an integer in 0 .. {V - 1}")
+    def _room(self, total: int) -> str:
+        return (
+            f"the batch has {total} tokens and the KV memory has room for {self._cells.free} of {self.info.kv_tokens}, "
+            "reserved ones included; release a slot or raise kv_tokens"
+        )
 
     def _undo(self, batch: Sequence[Segment]) -> None:
         """After a failed forward: leave every slot as it was, or empty where the model cannot roll back."""

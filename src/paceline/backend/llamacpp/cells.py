@@ -33,15 +33,19 @@ class CellBook:
 
     def reserve(self, slot: int, length: int) -> bool:
         """Set cells aside so that `slot` can grow to `length` tokens; False where too few are free."""
-        others = sum(
-            max(0, reserved - len(held))
-            for s, (reserved, held) in enumerate(zip(self._reserved, self._held, strict=True))
-            if s != slot
-        )
+        others = self._set_aside() - self._claim(slot)
         if length - len(self._held[slot]) > self.free - others:
             return False
         self._reserved[slot] = max(length, self._reserved[slot])
         return True
+
+    def reserved(self, slot: int) -> int:
+        """Tokens `slot` may grow to; 0 or less than it holds where nothing is set aside."""
+        return self._reserved[slot]
+
+    def unreserve(self, slot: int, length: int) -> None:
+        """Give back what was reserved beyond `length` tokens."""
+        self._reserved[slot] = min(self._reserved[slot], length)
 
     def grow(self, slot: int, count: int) -> None:
         """Give `slot` `count` more cells, which it has reserved."""
@@ -69,7 +73,7 @@ class CellBook:
             self._holders[cell] += 1
 
     def check(self) -> None:
-        """Raise InvariantError where holders and free cells do not add up."""
+        """Raise InvariantError where holders, free cells and what is set aside do not add up."""
         holders = [0] * self.capacity
         for held in self._held:
             for cell in held:
@@ -79,3 +83,12 @@ class CellBook:
             raise InvariantError(
                 f"KV cells do not add up: {len(free)} should be free of {self.capacity}, {self.free} are listed"
             )
+        if self._set_aside() > self.free:
+            raise InvariantError(f"{self._set_aside()} KV cells are set aside, and {self.free} are free")
+
+    def _claim(self, slot: int) -> int:
+        """Cells set aside for `slot` beyond those it holds."""
+        return max(0, self._reserved[slot] - len(self._held[slot]))
+
+    def _set_aside(self) -> int:
+        return sum(self._claim(slot) for slot in range(len(self._held)))
