@@ -4,7 +4,7 @@
 
 Speeds: all sizes interleaved in one process, tokens per second over the whole call (prompts of about 40 tokens
 included), medians of the repeats; the ratio is the median of the paired ratios to the smallest size, with their range.
-Memory: one process for each size; the peak resident size, and what of it came after the model was loaded.
+Memory (Linux): one process for each size; resident after loading and one token, and the peak of the run from there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -75,17 +74,20 @@ def speeds(args: argparse.Namespace, progress: Progress) -> dict[int, list[float
     return found
 
 
-def peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
 
 
 def measure_memory(args: argparse.Namespace) -> None:
-    """In a process of its own: print [peak after loading and one token, peak after the run]."""
+    """In a process of its own: print [resident after loading and one token, peak of the run]."""
     with open_llm(args) as llm:
         run(llm, 1, 1, 0)
-        loaded = peak_bytes()
+        loaded = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of loading is not asked for
         run(llm, args.memory_of, args.tokens, 1)
-    print(json.dumps([loaded, peak_bytes()]))
+    print(json.dumps([loaded, resident("VmHWM")]))
 
 
 def memory(args: argparse.Namespace, progress: Progress) -> dict[int, list[int]]:
@@ -133,8 +135,8 @@ def main() -> None:
                 "tokens_per_second": statistics.median(found[n]),
                 "ratio": statistics.median(ratios),
                 "ratio_range": [ratios[0], ratios[-1]],
+                "loaded_mib": round(peaks[n][0] / 2**20) if peaks else None,
                 "peak_mib": round(peaks[n][1] / 2**20) if peaks else None,
-                "peak_after_loading_mib": round((peaks[n][1] - peaks[n][0]) / 2**20) if peaks else None,
             }
         )
     options = {"model": args.model, "backend": args.backend, "compile": args.compile, "drafter": args.drafter}
@@ -142,13 +144,13 @@ def main() -> None:
         print(json.dumps({"cpu": cpu_name(), **options, "tokens": args.tokens, "rows": rows}))
         return
     print(f"{cpu_name()}; {options}; {args.tokens} tokens each, {args.repeats} interleaved repeats\n")
-    print(f"| requests | tokens/s | ratio to {first} (range) | peak MiB | of it after loading |")
+    print(f"| requests | tokens/s | ratio to {first} (range) | loaded, MiB | peak, MiB |")
     print("|---|---|---|---|---|")
     for row in rows:
         low, high = row["ratio_range"]
         print(
             f"| {row['requests']} | {row['tokens_per_second']:.0f} | **{row['ratio']:.2f}** ({low:.2f} to {high:.2f}) "
-            f"| {row['peak_mib'] or '-'} | {row['peak_after_loading_mib'] if peaks else '-'} |"
+            f"| {row['loaded_mib'] or '-'} | {row['peak_mib'] or '-'} |"
         )
 
 

@@ -180,8 +180,29 @@ def test_a_request_that_vanished_is_an_error_not_a_hang() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("what", ["release", "check"])
-def test_an_engine_that_cannot_be_put_right_is_dead_and_says_so(what: str) -> None:
+def test_releases_that_always_fail_end_requests_one_by_one() -> None:
+    """Each with a typed error, those that find no slot any more too; no one hangs, closing works."""
+    backend = Faulty(max_seqs=1)
+
+    def broken(_: int = 0) -> None:
+        raise RuntimeError("boom")
+
+    backend.before_release = broken
+
+    async def main() -> None:
+        engine = AsyncEngine(backend, max_waiting=4)
+        outputs = await asyncio.gather(*[engine.generate("abc", SHORT, wait=True) for _ in range(5)])
+        faults = [error_of(output) for output in outputs]
+        assert all(isinstance(fault, BackendError) for fault in faults)
+        assert "RuntimeError: boom" in str(faults[0])
+        assert "slots are in use" in str(faults[-1])
+        await engine.close()
+        assert not engine._thread.thread.is_alive()
+
+    run(main())
+
+
+def test_an_engine_that_cannot_be_put_right_is_dead_and_says_so() -> None:
     """To those in it, in line and being tokenised, and to everybody later; no one hangs, closing works."""
     backend = Faulty(max_seqs=1)
     going = threading.Event()
@@ -194,10 +215,7 @@ def test_an_engine_that_cannot_be_put_right_is_dead_and_says_so(what: str) -> No
         raise InvariantError("a slot is free twice")
 
     backend.before_forward = broken
-    if what == "release":
-        backend.before_release = broken
-    else:
-        backend.check = unbalanced  # type: ignore[method-assign]
+    backend.check = unbalanced  # type: ignore[method-assign]
 
     async def main() -> None:
         engine = AsyncEngine(backend, max_waiting=1)

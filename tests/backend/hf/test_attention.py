@@ -370,7 +370,7 @@ def test_what_it_says_of_itself() -> None:
     backend = HFBackend(build("llama"), max_seqs=5, page_size=24)
     info = backend.info
     assert (info.name, info.vocab_size, info.max_len, info.max_slots) == ("hf", 61, 256, 5)
-    assert (info.kv_tokens, info.page_size, info.can_tree, info.can_truncate) == (1032, 24, True, True)
+    assert (info.kv_tokens, info.page_size, info.can_tree, info.can_truncate) == (1056, 24, True, True)
     assert info.max_step_tokens == 1024
     backend.close()
     assert HFBackend(build("llama"), kv_tokens=48).info.max_len == 48

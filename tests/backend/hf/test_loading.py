@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import importlib.util
 import json
@@ -23,7 +24,7 @@ import numpy as np  # noqa: E402
 from paceline.backend.hf import loading, runtime  # noqa: E402
 from paceline.backend.hf.loading import LoadedModel, is_hub_id, load  # noqa: E402
 from paceline.backend.hf.tokenizer import HFTokenizer, NoTokenizer  # noqa: E402
-from paceline.errors import InvalidParams, ModelFormatError, ModelNotFound, UnsupportedOption  # noqa: E402
+from paceline.errors import BackendError, InvalidParams, ModelFormatError, ModelNotFound, UnsupportedOption  # noqa: E402
 
 from .. import gguf_files  # noqa: E402
 from .models import SIZES, build, tokens  # noqa: E402
@@ -113,7 +114,7 @@ def test_devices(folder: Path) -> None:
         with pytest.raises(InvalidParams, match=f"device = {junk!r}"):
             opened(folder, device=junk)
     if not torch.cuda.is_available():
-        with pytest.raises(UnsupportedOption, match="device = 'cuda' cannot be used here: "):
+        with pytest.raises(UnsupportedOption, match=r"device = 'cuda' cannot be used here \(leave it out for cpu\): "):
             opened(folder, device="cuda")
 
 
@@ -479,3 +480,29 @@ def test_importing_the_package_loads_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"model_type": ["llama"]}', "{}", "3"])
+def test_a_configuration_that_is_none(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelFormatError, match="names no model_type"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("ids", ["2", [1, "2"], 1.5])
+def test_end_ids_that_are_no_numbers(folder: Path, ids: Any) -> None:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(ModelFormatError):
+        opened(folder)
+
+
+def test_too_little_memory_is_no_fault_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(BackendError, match="too little memory to load tiny-llama"):
+        opened(folder)

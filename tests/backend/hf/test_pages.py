@@ -216,3 +216,22 @@ def test_adjacent_pages_are_read_where_they_lie() -> None:
         assert seen.untyped_storage().data_ptr() == keys.untyped_storage().data_ptr()
         assert seen.shape[2] == (window or 30)
     backend.close()
+
+
+@pytest.mark.parametrize("pages", [(5, 9, 7), (5, 7, 6, 8), (2, 1, 4), (6, 14, 15, 16, 10)])
+def test_tables_whose_ends_lie_as_if_contiguous(pages: tuple[int, ...]) -> None:
+    """The first and the last cell as far apart as if all lay side by side, and what is between them elsewhere: the new
+    tokens once went to the cells between, which were somebody else's."""
+    backend = opened("llama", page_size=PAGE, max_len=64, kv_tokens=PAGE * 20, prefix_cache=False)
+    text = tokens(4, PAGE * len(pages))
+    slot = backend.acquire()
+    assert backend.reserve(slot, len(text))
+    table = backend._book.pages(slot)
+    assert isinstance(table, list)
+    given, table[:] = list(table), pages
+    rows = backend.forward([Segment(slot, tuple(text), 0, len(text))])[0]
+    assert apart(rows, reference("llama").rows(text)) < 1e-11
+    assert cells_apart(contents(backend, slot), fresh("llama", text)) < 1e-11
+    table[:] = given
+    backend.release(slot)
+    backend.check()

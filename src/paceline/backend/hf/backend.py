@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["HFBackend"]
 
 MAX_SEQS = 65536
+MAX_PAGE_SIZE = 65536
 MAX_INT = 2**31 - 1
 DEFAULT_STEP_TOKENS = 1024
 Progress = Callable[[str, int, int | None], None]
@@ -75,7 +76,7 @@ class HFBackend:
         progress: Progress | None = None,
     ) -> None:
         seqs = integer("max_seqs", max_seqs, 1, MAX_SEQS)
-        size = integer("page_size", page_size, 1, MAX_INT)
+        size = integer("page_size", page_size, 1, MAX_PAGE_SIZE)
         wanted_kv = None if kv_tokens is None else integer("kv_tokens", kv_tokens, 1, MAX_INT)
         if max_step_tokens is not None:
             integer("max_step_tokens", max_step_tokens, 1, MAX_INT)
@@ -292,7 +293,7 @@ def _sizes(
 ) -> tuple[int, int]:
     """max_len and the number of pages."""
     if kv_tokens is None:
-        return longest, -(-longest * min(seqs, 4) // page_size)
+        return longest, -(-longest // page_size) * min(seqs, 4)
     if kv_tokens < longest and wanted is not None and not clip:
         raise InvalidParams(f"kv_tokens = {kv_tokens}; allowed: at least max_len = {longest}")
     return min(longest, kv_tokens), -(-kv_tokens // page_size)

@@ -6,6 +6,7 @@ a model's author wrote is executed here. A model is read whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -192,7 +193,9 @@ class _Source:
 
         with self._explained():
             raw = json.loads(Path(cached_file(self.place, "config.json")).read_text(encoding="utf-8"))
-        kind = raw.get("model_type")
+        kind = raw.get("model_type") if isinstance(raw, dict) else None
+        if not isinstance(kind, str):
+            raise ModelFormatError(f"{self.name}: its config.json names no model_type, the kind of model it is")
         if kind in CONFIG_MAPPING:
             return
         if raw.get("auto_map"):
@@ -218,7 +221,7 @@ class _Source:
         else:
             how["use_safetensors"] = True
             wanted = getattr(config, "dtype", None) or torch.float32
-        with self._explained(" Weights are read from safetensors, never from pickles"):
+        with self._explained("; weights are read from safetensors, never from pickles"):
             opened, report = transformers.AutoModelForCausalLM.from_pretrained(
                 *self._where,
                 **how,
@@ -255,6 +258,8 @@ class _Source:
             raise
         except Exception as error:
             said = " ".join(str(error).split())
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise BackendError(f"there is too little memory to load {self.name}: {said}") from error
             what = (said if len(said) <= SAID else said[: SAID - 3] + "...") + hint
             if self.gguf is None and self.size is None and isinstance(error, OSError):
                 raise _not_fetched(self.name, error, what) from error
@@ -370,8 +375,9 @@ def _device(device: str | None) -> torch.device:
     try:
         return torch.zeros(1, device=found).device
     except Exception as error:  # each kind of device has its own
-        said = str(error).strip().splitlines()
-        raise UnsupportedOption(f"device = {device!r} cannot be used here: {said[0] if said else error!r}") from error
+        said = " ".join(str(error).split()) or repr(error)
+        why = said if len(said) <= SAID else said[: SAID - 3] + "..."
+        raise UnsupportedOption(f"device = {device!r} cannot be used here (leave it out for cpu): {why}") from error
 
 
 def _finished(
@@ -395,6 +401,9 @@ def _stop_ids(model: PreTrainedModel, tokenizer: Tokenizer, V: int) -> frozenset
     ids: set[int] = set()
     for entry in named:
         ids.update(entry if isinstance(entry, list | tuple | set | frozenset) else () if entry is None else (entry,))
+    odd = [token for token in ids if not isinstance(token, int)]
+    if odd:
+        raise ModelFormatError(f"{_class_name(model)}: eos_token_id = {odd[0]!r} in its files; allowed: whole numbers")
     return frozenset(token for token in ids if 0 <= token < V)
 
 
