@@ -431,11 +431,12 @@ class Drafter(Protocol):
         ...
 
     def observe(self, request_id: int, committed: Sequence[int], hidden: NDArray[Any] | None = None) -> None:
-        """Newly committed tokens: first the whole prompt, then each step's block."""
+        """Newly committed tokens: first all there are (the prompt; after a preemption the output too), then each
+        step's block."""
         ...
 
     def release(self, request_id: int) -> None:
-        """Forget the request; unknown ids are ignored."""
+        """Forget the request, which is over or was preempted; unknown ids are ignored."""
         ...
 
     def close(self) -> None:
