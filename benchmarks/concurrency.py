@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from hardware import cpu_name
 from rich.progress import Progress
 
 from paceline import LLM, SamplingParams
@@ -97,12 +97,6 @@ def memory(args: argparse.Namespace, progress: Progress) -> dict[int, list[int]]
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
         found[n] = json.loads(lines[-1])
     return found
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> None:

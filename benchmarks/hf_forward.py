@@ -22,17 +22,16 @@ import argparse
 import inspect
 import json
 import os
-import platform
 import statistics
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from hardware import cpu_name
 
 from paceline.backend.hf import HFBackend
 from paceline.backend.hf.loading import load
@@ -135,12 +134,6 @@ def line(context: int, width: int, times: dict[str, list[float]]) -> dict[str, A
         "milliseconds": {name: spread(values) for name, values in times.items()},
         "ratio": ratios,
     }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((text.partition(":")[2].strip() for text in lines if text.startswith("model name")), platform.machine())
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:

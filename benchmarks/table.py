@@ -9,10 +9,10 @@ left out), medians of the repeats; the ratio is the median of the paired ratios,
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
-from pathlib import Path
 from typing import Any
+
+from hardware import cpu_name
 
 import paceline.cli.demo as demo
 from paceline import LLM, RequestOutput, SamplingParams
@@ -27,12 +27,6 @@ PROMPTS: dict[str, Any] = {
 def decode_speed(out: RequestOutput) -> float:
     s = out.speculation
     return s.emitted / (s.draft_seconds + s.forward_seconds + s.verify_seconds + s.other_seconds)
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def main() -> None:

@@ -117,6 +117,16 @@ def step(scheduler: Scheduler[Job], memory: CountingMemory, rng: np.random.Gener
     return turns
 
 
+def read(scheduler: Scheduler[Job], memory: CountingMemory, *jobs: Job) -> None:
+    """Add jobs and read their prompts; they are then ready to decode."""
+    for job in jobs:
+        scheduler.add(job)
+    while any(job.uncached > 1 for job in jobs):
+        for job, turn in scheduler.schedule(lambda job: 0):
+            memory.write(job.slot, turn.prefill)
+            job.cached += turn.prefill
+
+
 def bound(job: Job) -> int:
     """Steps that a request alone may need at most: what it adds to everybody behind it."""
     return -(-job.limit // prefill_chunk(STEP_TOKENS)) + job.max_tokens
@@ -184,12 +194,7 @@ def test_drafts_go_before_anybody_is_preempted() -> None:
     memory = CountingMemory(pages=5)
     scheduler: Scheduler[Job] = Scheduler(memory, 4)  # type: ignore[arg-type]
     a, b = Job(8, 12, wants=0), Job(6, 12, wants=0)
-    for job in (a, b):
-        scheduler.add(job)
-    while a.uncached > 1 or b.uncached > 1:
-        for job, turn in scheduler.schedule(lambda job: 0):
-            memory.write(job.slot, turn.prefill)
-            job.cached += turn.prefill
+    read(scheduler, memory, a, b)
     # Two pages each and one to spare: it goes to the older one, and each uses its pages up.
     turns = dict(scheduler.schedule(lambda job: 9))
     assert turns == {a: Turn(decode=True, drafts=4), b: Turn(decode=True, drafts=2)}
@@ -201,12 +206,7 @@ def test_drafts_preempt_nobody() -> None:
     memory = CountingMemory(pages=5)
     scheduler: Scheduler[Job] = Scheduler(memory, 4)  # type: ignore[arg-type]
     a, b = Job(8, 12, wants=0), Job(8, 12, wants=0)
-    for job in (a, b):
-        scheduler.add(job)
-    while a.uncached > 1 or b.uncached > 1:
-        for job, turn in scheduler.schedule(lambda job: 0):
-            memory.write(job.slot, turn.prefill)
-            job.cached += turn.prefill
+    read(scheduler, memory, a, b)
     for job in (a, b):  # one more token each: both now stand at a page border, and one page is left
         memory.truncate(job.slot, 7)
     b.tokens.append(0)
