@@ -14,6 +14,8 @@
     ├── BackendError                     a forward, a rollback or a slot operation failed
     │   └── RollbackError                truncate() did not leave the slot as asked
     ├── BadLogits                        NaN, +inf, or no finite entry in a row; names request and position
+    │   └── NoLegalToken                 the model was fine, but grammar, masks and processors left no token
+    ├── ProcessorError                   a logits processor raised, or returned something else than a row
     ├── DrafterError                     a proposal that breaks the drafter contract
     ├── EngineError                      an AsyncEngine that does not take, or does not finish, a request
     │   ├── EngineFull                   as many requests are in flight as may be; try again later
@@ -81,6 +83,14 @@ class RollbackError(BackendError):
 
 class BadLogits(PacelineError):
     """A logits row holds NaN or +inf, or has no finite entry."""
+
+
+class NoLegalToken(BadLogits):
+    """Grammar, masks and processors together leave a row without any token that may follow."""
+
+
+class ProcessorError(PacelineError):
+    """A logits processor raised, or returned something that is no row of logits."""
 
 
 class DrafterError(PacelineError):

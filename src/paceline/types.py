@@ -20,6 +20,9 @@ cached               tokens whose keys and values a backend holds; committed - 1
 slot                 a sequence's place in a backend's KV memory
 page                 a fixed number of tokens' keys and values; a slot is a list of pages
 published            pages of committed tokens that other sequences with the same beginning may share
+sample               one of the n outputs of a request, each with a seed of its own; the engine runs them as sequences
+constraint           what makes tokens illegal: a grammar, allowed ids, bad words, min_tokens
+forced               the only continuation that a grammar leaves
 preempted            running, then put back in the queue because memory ran out; computed anew later
 """
 
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -35,7 +38,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import InvalidDistribution, InvalidInput, PacelineError
-from .outputs import CompletionOutput, FinishReason, RequestOutput, SpeculationStats, StreamChunk, TokenKind
+from .outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Logprobs,
+    RequestOutput,
+    Score,
+    SpeculationStats,
+    StreamChunk,
+    TokenKind,
+)
 from .params import SamplingParams, Verification
 
 __all__ = [
@@ -47,11 +60,15 @@ __all__ = [
     "Drafter",
     "Draws",
     "FinishReason",
+    "Logprob",
+    "Logprobs",
     "Proposal",
     "Request",
     "RequestOutput",
     "Role",
+    "RowHistory",
     "SamplingParams",
+    "Score",
     "Segment",
     "SpeculationStats",
     "StreamChunk",
@@ -136,7 +153,9 @@ class Proposal:
     tokens: node i's token. parents: node i's parent, -1 for a child of the root (the last committed token).
     kind: "point" or "sampled". q: for "sampled", ``q[parents[i] + 1]`` is the distribution node i was
     drawn from (an array [rows, V] or a sequence of Distribution); None for "point".
-    replacement: whether siblings were drawn with replacement.
+    replacement: whether siblings were drawn with replacement. sources: (name, number of drafts) in order, where
+    drafts of different quality stand behind one another; whoever estimates acceptance keeps them apart. It has no part
+    in any rule.
     """
 
     tokens: tuple[int, ...]
@@ -144,6 +163,7 @@ class Proposal:
     kind: Literal["point", "sampled"]
     q: Sequence[Any] | NDArray[Any] | None = None
     replacement: bool = True
+    sources: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def point(cls, tokens: Iterable[int], parents: Iterable[int] | None = None) -> Proposal:
@@ -182,7 +202,7 @@ class Proposal:
         """The first n nodes; parents precede children, so this is again a tree."""
         if n >= len(self.tokens):
             return self
-        return Proposal(self.tokens[:n], self.parents[:n], self.kind, self.q, self.replacement)
+        return replace(self, tokens=self.tokens[:n], parents=self.parents[:n])
 
 
 def _tree(tokens: Iterable[int], parents: Iterable[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -244,13 +264,22 @@ class Draws(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One sequence to generate. `seed` and `verification` are resolved, so that a replay can repeat them."""
+    """One sample to generate. `seed` and `verification` are resolved, so that a replay can repeat them.
+
+    request_id: unique among all samples; the caller knows them by that of sample 0, first_id. index: which sample.
+    """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
     verification: Literal["rejection", "block", "coupled"]
+    index: int = 0
+
+    @property
+    def first_id(self) -> int:
+        """request_id of sample 0."""
+        return self.request_id - self.index
 
 
 # --- backends ---------------------------------------------------------------------------------------
@@ -400,6 +429,21 @@ class Backend(Protocol):
 # --- drafters ---------------------------------------------------------------------------------------
 
 
+class RowHistory(Protocol):
+    """What makes p of logits for one request: its options, and the tokens before the row."""
+
+    def distribution(self, logits: Any, drafts: Sequence[int] = ()) -> Distribution:
+        """Float[V] -> the distribution behind the committed tokens and `drafts`, by all options but logits_processors.
+
+        Raises NoLegalToken where nothing may follow `drafts`; BadLogits, InvalidInput as `sampling.distribution`.
+        """
+        ...
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        """At most `limit` tokens: how the only continuation that the grammar leaves is usually written."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class DraftContext:
     """What a drafter may know of one request at the start of a step.
@@ -407,6 +451,8 @@ class DraftContext:
     tokens: the committed tokens, prompt and output (a live view: do not keep or write). prompt_length: how
     many of them are prompt. draws and role: what to draw with (TARGET when the request is verified
     coupled, else DRAFT): draft i is draws.pick(q_i, len(tokens) + i, role, node=i).
+    history: the road from a drafter's logits to its q. start: drafts that are settled already; a proposal begins
+    with them and they count towards its budget.
     """
 
     request_id: int
@@ -415,6 +461,8 @@ class DraftContext:
     params: SamplingParams
     draws: Draws
     role: Role
+    history: RowHistory
+    start: tuple[int, ...] = ()
 
 
 @runtime_checkable
