@@ -31,21 +31,24 @@ def first_match(text: str, stops: tuple[str, ...]) -> StopMatch | None:
     return min(found, key=lambda m: (m.end, m.start), default=None)
 
 
-def reference(pieces: list[bytes], stops: tuple[str, ...], include: bool) -> tuple[str, int, str | None]:
+def reference(
+    pieces: list[bytes], stops: tuple[str, ...], include: bool, min_tokens: int = 0
+) -> tuple[str, int, str | None]:
     """(text, tokens covering it, stop string): decode all prefixes from scratch, then look."""
     texts = [codecs.utf_8_decode(b"".join(pieces[:n]), "replace", False)[0] for n in range(len(pieces) + 1)]
-    match = first_match(texts[-1], stops)
+    early = len(texts[min(min_tokens, len(pieces))])
+    match = first_match(texts[-1][early:], stops)
     if match is None:
         return b"".join(pieces).decode("utf-8", "replace"), len(pieces), None
-    text = texts[-1][: match.end if include else match.start]
-    return text, min(n for n in range(len(texts)) if len(texts[n]) >= len(text)), match.stop
+    text = texts[-1][: early + (match.end if include else match.start)]
+    return text, min(n for n in range(min_tokens, len(texts)) if len(texts[n]) >= len(text)), match.stop
 
 
 def run(
-    pieces: list[bytes], stops: tuple[str, ...] = (), include: bool = False, block: int = 1
+    pieces: list[bytes], stops: tuple[str, ...] = (), include: bool = False, block: int = 1, min_tokens: int = 0
 ) -> tuple[TextStream, list[tuple[str, int]], int]:
     """Push all pieces until stopped, releasing after every `block`; (stream, pieces released, pushed)."""
-    stream = TextStream(pieces.__getitem__, stops, include)
+    stream = TextStream(pieces.__getitem__, stops, include, min_tokens)
     released: list[tuple[str, int]] = []
     pushed = 0
     for i in range(len(pieces)):
@@ -96,16 +99,19 @@ def test_held_is_the_longest_suffix_that_may_become_a_stop(text: str, stops: tup
     st.lists(st.one_of(words, st.just("\ufffd"), st.just("a\ufffd")), max_size=4).map(tuple),
     st.booleans(),
     st.integers(1, 6),
+    st.just(0) | st.integers(0, 18),
 )
 def test_stream_equals_decoding_everything_first(
-    pieces: list[bytes], stops: tuple[str, ...], include: bool, block: int
+    pieces: list[bytes], stops: tuple[str, ...], include: bool, block: int, min_tokens: int
 ) -> None:
     """Text, tokens and stop string do not depend on how many tokens a step commits.
 
-    vllm#47616, openvinotoolkit/openvino.genai PR #1719, huggingface/transformers PR #31301.
+    vllm#47616, openvinotoolkit/openvino.genai PR #1719, huggingface/transformers PR #31301; with min_tokens
+    vllm#26317, vllm#32642.
     """
-    stream, released, _ = run(pieces, stops, include, block)
-    text, num_tokens, stop = reference(pieces, stops, include)
+    stream, released, pushed = run(pieces, stops, include, block, min_tokens)
+    text, num_tokens, stop = reference(pieces, stops, include, min_tokens)
+    assert stop is None or pushed > min_tokens
     assert (stream.text, stream.num_tokens, stream.stop_string) == (text, num_tokens, stop)
     assert "".join(piece for piece, _ in released) == text
     indices = [i for _, i in released]
@@ -115,11 +121,35 @@ def test_stream_equals_decoding_everything_first(
 
 
 @settings(max_examples=200)
-@given(st.lists(st.sampled_from(TROUBLE), max_size=16), stop_sets, st.booleans())
-def test_what_was_released_stays(pieces: list[bytes], stops: tuple[str, ...], include: bool) -> None:
+@given(
+    st.lists(st.sampled_from(TROUBLE), max_size=8),
+    st.lists(st.sampled_from(TROUBLE), max_size=8),
+    stop_sets,
+    st.integers(0, 10),
+)
+def test_looking_ahead_sees_what_pushing_would(
+    before: list[bytes], ahead: list[bytes], stops: tuple[str, ...], min_tokens: int
+) -> None:
+    """Half characters, half stop strings and min_tokens on both sides of the look; and it changes nothing."""
+    pieces = [*before, *ahead]
+    stream, twin = (TextStream(pieces.__getitem__, stops, min_tokens=min_tokens) for _ in range(2))
+    for i in range(len(before)):
+        twin.push(i)
+        if stream.push(i):
+            return
+    later = range(len(before), len(pieces))
+    seen = stream.look_ahead(later)
+    assert seen == next((n for n, token in enumerate(later, 1) if twin.push(token)), None)
+    for token in later[:seen]:
+        stream.push(token)
+    assert (stream.text, stream.stop_string) == (twin.text, twin.stop_string)
+
+
+@given(st.lists(st.sampled_from(TROUBLE), max_size=16), stop_sets, st.booleans(), st.just(0) | st.integers(0, 18))
+def test_what_was_released_stays(pieces: list[bytes], stops: tuple[str, ...], include: bool, min_tokens: int) -> None:
     """At every moment: released text and tokens are a prefix of the result, and nothing more can wait."""
-    text, num_tokens, _ = reference(pieces, stops, include)
-    stream = TextStream(pieces.__getitem__, stops, include)
+    text, num_tokens, _ = reference(pieces, stops, include, min_tokens)
+    stream = TextStream(pieces.__getitem__, stops, include, min_tokens)
     shown, shown_tokens = "", 0
     prefixes = {stop[:n] for stop in stops for n in range(len(stop))}
     for i in range(len(pieces)):
@@ -158,6 +188,43 @@ def test_stop_string_begun_in_one_step_and_ended_inside_the_next(begun: int, blo
     assert stream.text == "".join(piece for piece, _ in released) == expected
     assert stream.num_tokens == len(expected)
     assert pushed == len(expected) + 6
+
+
+@pytest.mark.parametrize("min_tokens", range(8))
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_before_min_tokens_does_not_count(min_tokens: int, include: bool) -> None:
+    """vllm#26317, vllm#21987, vllm#32642: a stop at any offset of a block ended requests before min_tokens.
+
+    One that begins before and ends behind does not count either.
+    """
+    pieces = [b"a", b"EN", b"D", b"b", b"EN", b"D", b"c", b"END"]
+    stream, released, pushed = run(pieces, ("END",), include, 3, min_tokens)
+    end, tokens, seen = ("a", 1, 3) if min_tokens < 2 else ("aENDb", 4, 6) if min_tokens < 5 else ("aENDbENDc", 7, 8)
+    assert stream.text == "".join(text for text, _ in released) == end + ("END" if include else "")
+    assert stream.num_tokens == max(min_tokens, seen if include else tokens)
+    assert pushed == seen
+
+
+def test_tokens_without_text_count_towards_min_tokens() -> None:
+    """The kept tokens are never fewer than min_tokens, though fewer would cover the text."""
+    stream, _, pushed = run([b"a", b"", b"", b".", b"b"], (".",), min_tokens=3)
+    assert (stream.text, stream.num_tokens, pushed) == ("a", 3, 4)
+
+
+def test_a_character_completed_behind_min_tokens_is_looked_at() -> None:
+    stream, _, _ = run([b"a\xe2\x82", b"\xac"], ("\u20ac",), min_tokens=1)
+    assert (stream.text, stream.stop_string) == ("a", "\u20ac")
+
+
+def test_before_min_tokens_nothing_is_held_back() -> None:
+    """Text that cannot be part of a stop string reaches a reader at once."""
+    stream = TextStream([b"a<", b"/", b"<", b"/e>"].__getitem__, ("</e>",), min_tokens=2)
+    seen = []
+    for i in range(4):
+        stream.push(i)
+        seen.append("".join(text for text, _ in stream.release()))
+    assert seen == ["a<", "/", "", ""]
+    assert stream.text == "a</"
 
 
 def test_text_is_cut_inside_a_token_and_that_token_counts() -> None:

@@ -8,29 +8,60 @@ renormalising after each filter, without its rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
+from ..errors import InvalidInput, NoLegalToken
 from ..params import SamplingParams
 from ..types import Distribution, FloatArray, IntArray
 from . import kernels
+from .processors import Processor, cloned
 from .rows import as_row, check_bias, refuse_row, refuse_token
 
-__all__ = ["reference_distribution"]
+__all__ = ["constrained_row", "reference_distribution"]
+
+Run = tuple[int, ...]
 
 
 def reference_distribution(
-    logits: ArrayLike, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+    logits: ArrayLike,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    processors: Sequence[Processor] | None = None,
+    bad_words: Sequence[Run] | None = None,
+    end_ids: Collection[int] = (),
+    legal: NDArray[np.bool_] | None = None,
 ) -> Distribution:
     """The distribution of the next token after prompt + output (drafts before the row belong to output).
 
-    Order: logit_bias, repetition, presence and frequency penalty, temperature, top-k, top-p, min-p; each
-    filter sees the renormalised result of the one before. Result and errors as for `distribution`.
+    Order: processors, constraints, logit_bias, repetition, presence and frequency penalty, temperature, top-k, top-p,
+    min-p; each filter sees the renormalised result of the one before. What params alone do not tell:
+
+    processors: as they are at this row; default clones of params.logits_processors. bad_words: runs of token ids;
+    default params.bad_words, which must then hold no texts. end_ids: what ends the request, for min_tokens. legal:
+    bool[V], what the grammar allows here, or None for everything.
+
+    Result and errors as for `distribution`; NoLegalToken where processors and constraints leave nothing of a row.
     """
-    z = as_row(logits).astype(np.float64)
-    check_bias(params, z.size)
+    row = as_row(logits).astype(np.float64)
+    check_bias(params, row.size)
+    z = row
+    for processor in cloned(params.logits_processors or ()) if processors is None else processors:
+        z = np.array(processor((*prompt, *output), z.copy()), dtype=np.float64)
+    z = constrained_row(
+        z,
+        output,
+        allowed=params.allowed_token_ids,
+        bad_words=_runs(params) if bad_words is None else bad_words,
+        early_ids=end_ids if len(output) < params.min_tokens else (),
+        legal=legal,
+    )
+    if z.max() == -np.inf and row.max() > -np.inf:
+        raise NoLegalToken("logits_processors and constraints leave no token that may follow")
     z = with_bias(z, params.logit_bias or {})
     if params.has_penalties:
         for token in (*prompt, *output):
@@ -54,6 +85,42 @@ def reference_distribution(
     if params.min_p > 0.0:
         kept = min_p(kept, params.min_p)
     return _distribution(kept, truncated=kept is not weights)
+
+
+def constrained_row(
+    z: FloatArray,
+    output: Sequence[int],
+    *,
+    allowed: Collection[int] | None = None,
+    bad_words: Sequence[Run] = (),
+    early_ids: Collection[int] = (),
+    legal: NDArray[np.bool_] | None = None,
+) -> FloatArray:
+    """float64[V] with -inf at every token that a constraint forbids; a new array.
+
+    allowed: all that may come. bad_words: runs that the output, drafts included, may not hold. early_ids: ids that
+    would end the request before min_tokens. legal: bool[V], the grammar's.
+    """
+
+    def may_follow(token: int) -> bool:
+        longer = (*output, token)
+        return (
+            (allowed is None or token in allowed)
+            and not any(longer[-len(run) :] == tuple(run) for run in bad_words)
+            and token not in early_ids
+            and (legal is None or bool(legal[token]))
+        )
+
+    return np.array([x if may_follow(token) else -np.inf for token, x in enumerate(z)])
+
+
+def _runs(params: SamplingParams) -> list[Run]:
+    runs = []
+    for word in params.bad_words or ():
+        if isinstance(word, str):
+            raise InvalidInput(f"bad_words holds the text {word!r}; pass bad_words=bad_word_sequences(...) for it")
+        runs.append(tuple(word))
+    return runs
 
 
 def with_bias(z: FloatArray, bias: Mapping[int, float]) -> FloatArray:

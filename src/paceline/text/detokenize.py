@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 __all__ = ["Detokenizer"]
 
@@ -43,6 +43,13 @@ class Detokenizer:
         self._length += len(text)
         self._ends[-1] = self._length
         return text
+
+    def look_ahead(self, tokens: Iterable[int]) -> Iterator[str]:
+        """What push() would return for each of `tokens` in turn; nothing changes."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.setstate(self._decoder.getstate())
+        for token in tokens:
+            yield decoder.decode(self._token_bytes(token))
 
     def flush(self) -> str:
         """End of generation: a character that stayed half becomes U+FFFD. Empty when called again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidParams, InvariantError
@@ -62,6 +62,20 @@ class StopScanner:
                 return StopMatch(self._length - len(stop), self._length, stop)
         return None
 
+    def look_ahead(self, pieces: Iterable[str]) -> int | None:
+        """How many of `pieces`, were they fed in turn, a match would take; None where there is none."""
+        state = self._state
+        for i, piece in enumerate(pieces):
+            for character in piece:
+                state = self._next(state, character)
+                if self._stop[state] is not None:
+                    return i + 1
+        return None
+
+    def skip(self, text: str) -> None:
+        """Append `text` without looking for a stop string in it; only before anything is fed."""
+        self._length += len(text)
+
     def _insert(self, stop: str) -> None:
         state = 0
         for character in stop:
@@ -95,7 +109,8 @@ class TextStream:
     """One request's output as text: decoded, cut at the first stop string, released piece by piece.
 
     token_bytes: the bytes a token adds, b"" for control tokens. stop_strings: `SamplingParams.stop`.
-    include_stop: keep the stop string at the end of the text instead of cutting before it.
+    include_stop: keep the stop string at the end of the text instead of cutting before it. min_tokens: characters that
+    the first so many tokens complete are no part of a stop string, and num_tokens never falls below.
 
     Push every output token once, one by one, whatever the size of the step that decided them: a block of
     five tokens is then no different from five steps. The text ends inside a token if that is where the
@@ -110,10 +125,12 @@ class TextStream:
         token_bytes: Callable[[int], bytes],
         stop_strings: Sequence[str] = (),
         include_stop: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(token_bytes)
         self._scanner = StopScanner(stop_strings)
-        self._include_stop = include_stop
+        self._has_stops = bool(stop_strings)
+        self._include_stop, self._min_tokens = include_stop, min_tokens
         self._pieces: list[str] = []  # _pieces[i]: the characters token i completed
         self._match: StopMatch | None = None
         self._finished = False
@@ -127,8 +144,19 @@ class TextStream:
             raise InvariantError(f"token {token} came after the text had ended")
         self._pieces.append("")  # booked first: an interrupt must not leave a token without its piece
         self._pieces[-1] = piece = self._detokenizer.push(token)
-        self._match = self._scanner.feed(piece)
+        if len(self._pieces) > self._min_tokens:
+            self._match = self._scanner.feed(piece)
+        else:
+            self._scanner.skip(piece)
         return self._match is not None
+
+    def look_ahead(self, tokens: Sequence[int]) -> int | None:
+        """How many of `tokens`, were they pushed in turn, it takes to end the text by a stop string; else None."""
+        if not self._has_stops:
+            return None
+        unsearched = max(0, self._min_tokens - len(self._pieces))
+        pieces = self._detokenizer.look_ahead(tokens)
+        return self._scanner.look_ahead("" if i < unsearched else piece for i, piece in enumerate(pieces))
 
     def finish(self) -> None:
         """The generation is over, for whatever reason: nothing is held back any longer. Idempotent.
@@ -153,8 +181,10 @@ class TextStream:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the shortest prefix that covers `text`; all of them where no stop string ended it."""
-        return self._detokenizer.tokens_covering(self._end) if self._match else len(self._pieces)
+        """Tokens of the shortest prefix that covers `text`, at least min_tokens; all where no stop string ended it."""
+        if self._match is None:
+            return len(self._pieces)
+        return max(self._min_tokens, self._detokenizer.tokens_covering(self._end))
 
     @property
     def num_released(self) -> int:
