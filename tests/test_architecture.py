@@ -34,7 +34,8 @@ ALLOWED: dict[str, set[str]] = {
     "sequence": RULES | {"text"},
     "admission": RULES | {"text", "sequence"},
     "engine": RULES | {"text", "draft", "schedule", "backend"} | ENGINE,
-    "llm": RULES | {"text", "draft", "schedule", "backend", "models"} | ENGINE,
+    "opening": BASE | {"models", "backend"},
+    "llm": RULES | {"text", "draft", "schedule", "backend", "models", "opening"} | ENGINE,
     "engine_thread": BASE | {"llm"} | ENGINE,
     "async_engine": BASE | {"llm", "engine_thread"} | ENGINE,
 }

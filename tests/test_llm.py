@@ -25,7 +25,7 @@ from paceline.errors import (
     UnsupportedOption,
     VocabularyMismatch,
 )
-from paceline.llm import LACKS
+from paceline.opening import LACKS
 from paceline.types import Segment
 
 
@@ -123,8 +123,8 @@ def test_one_bad_prompt_refuses_the_call_and_frees_the_others(llm: LLM) -> None:
     with pytest.raises(InvalidPrompt, match="prompt 1: prompt token 0 is 999"):
         llm.generate([[1, 2], [999]], SHORT)
     assert not llm.engine.has_work
-    with pytest.raises(UnsupportedOption, match="logprobs"):
-        llm.generate(["a", "b"], [SHORT, SamplingParams(logprobs=1)])
+    with pytest.raises(UnsupportedOption, match=r"prompt 1: .*uniqueItems"):
+        llm.generate(["a", "b"], [SHORT, SamplingParams(grammar={"json_schema": {"uniqueItems": True}})])
     assert not llm.engine.has_work
 
 
@@ -172,7 +172,8 @@ def test_options_of_llm() -> None:
         LLM("toy", drafter="lokup")
     with pytest.raises(ModelNotFound, match="no/such"):
         LLM("no/such.gguf")
-    assert isinstance(LLM("toy").drafter, LookupDrafter)
+    assert LLM("toy").drafter.name == "forced+lookup"
+    assert isinstance(LLM("toy", drafter="lookup").drafter, LookupDrafter)
     assert isinstance(LLM("toy", drafter="none").drafter, NoDrafter)
     assert LLM("toy", max_len=50, max_seqs=2).backend.info.max_len == 50
 
@@ -252,7 +253,7 @@ def opened_with(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **options: Any
         setattr(fake, name, maker(kind))
         monkeypatch.setitem(sys.modules, module, fake)
     for name in ("resolve", "resolve_weights"):
-        monkeypatch.setattr(f"paceline.llm.{name}", lambda model, progress: model)
+        monkeypatch.setattr(f"paceline.opening.{name}", lambda model, progress: model)
     LLM(*arguments, **options).close()
     return made
 

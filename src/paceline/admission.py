@@ -6,13 +6,15 @@ Everything else is a typed error that says why not.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
 
 from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError
-from .params import SamplingParams, refuse_unsupported
-from .rng import fresh_seed
-from .sequence import Sequence
+from .params import SamplingParams
+from .rng import derive_seed, fresh_seed
+from .sampling import GrammarCompiler, History, bad_word_sequences, cloned
+from .sequence import Group, Sequence
 from .text import TextStream
 from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request
 
@@ -21,33 +23,75 @@ Q_TOLERANCE = 1e-6
 
 
 def admit_request(
-    backend: Backend, request_id: int, prompt_ids: Seq[int], params: SamplingParams, prompt: str | None = None
-) -> Sequence:
-    """A sequence for this request. Raises UnsupportedOption, InvalidPrompt or InvalidParams."""
-    info = backend.info
-    refuse_unsupported(params)
+    backend: Backend,
+    grammars: GrammarCompiler,
+    first_id: int,
+    prompt_ids: Seq[int],
+    params: SamplingParams,
+    prompt: str | None = None,
+) -> list[Sequence]:
+    """A sequence for each of the n samples. Raises UnsupportedOption, InvalidPrompt or InvalidParams."""
+    info, tokenizer = backend.info, backend.tokenizer
     if params.stop_strings:
-        backend.tokenizer.encode("")  # a model without text would never find them; says so
+        tokenizer.encode("")  # a model without text would never find them; says so
     _check_params(params, info)
+    bad_words = bad_word_sequences(params.bad_words or (), tokenizer)
+    grammar = grammars.compile(params.grammar) if params.grammar is not None else None
     ids = _checked_prompt(prompt_ids, info)
+    stop_ids = frozenset(params.stop_token_ids or ())
+    if not params.ignore_eos:
+        stop_ids |= info.stop_ids
+    group = Group(prompt)
+    seed = fresh_seed() if params.seed is None else params.seed
+    for index in range(params.n):
+        request = Request(
+            request_id=first_id + index,
+            prompt_ids=ids,
+            params=params,
+            seed=derive_seed(seed, index),
+            verification=resolve_verification(params),
+            index=index,
+        )
+        tokens = list(ids)
+        one = Sequence(
+            request=request,
+            limit=_limit(params, ids, info),
+            stop_ids=stop_ids,
+            stream=TextStream(
+                tokenizer.token_bytes, params.stop_strings, params.include_stop_str_in_output, params.min_tokens
+            ),
+            tokens=tokens,
+            history=History(
+                params,
+                tokens,
+                len(ids),
+                info.vocab_size,
+                end_ids=stop_ids,
+                bad_words=bad_words,
+                grammar=grammar.start(stop_ids, params.grammar_after) if grammar is not None else None,
+            ),
+            processors=cloned(params.logits_processors or ()),
+            token_bytes=tokenizer.token_bytes,
+            group=group,
+        )
+        group.members.append(one)
+    return group.members
+
+
+def _limit(params: SamplingParams, ids: tuple[int, ...], info: BackendInfo) -> int:
+    """Most tokens that prompt and output may have."""
     limit = info.max_len if params.max_tokens is None else min(info.max_len, len(ids) + params.max_tokens)
     if limit > info.kv_tokens:
         raise InvalidPrompt(
             f"a prompt of {len(ids)} tokens with max_tokens = {params.max_tokens} needs room for {limit} tokens; "
             f"{info.model} was opened with room for {info.kv_tokens}"
         )
-    request = Request(
-        request_id=request_id,
-        prompt_ids=ids,
-        params=params,
-        seed=fresh_seed() if params.seed is None else params.seed,
-        verification=resolve_verification(params),
-    )
-    stop_ids = frozenset(params.stop_token_ids or ())
-    if not params.ignore_eos:
-        stop_ids |= info.stop_ids
-    stream = TextStream(backend.tokenizer.token_bytes, params.stop_strings, params.include_stop_str_in_output)
-    return Sequence(request=request, prompt=prompt, limit=limit, stop_ids=stop_ids, stream=stream)
+    if limit - len(ids) < params.min_tokens:
+        raise InvalidPrompt(
+            f"behind a prompt of {len(ids)} tokens {info.model} has room for {limit - len(ids)} "
+            f"(max_len = {info.max_len}), but min_tokens = {params.min_tokens}"
+        )
+    return limit
 
 
 def resolve_verification(params: SamplingParams) -> Literal["rejection", "block", "coupled"]:
@@ -58,9 +102,9 @@ def resolve_verification(params: SamplingParams) -> Literal["rejection", "block"
 
 
 def admit_proposal(
-    answer: Proposal | PacelineError, who: str, budget: int, vocab_size: int, stop_ids: frozenset[int]
+    answer: Proposal | PacelineError, who: str, budget: int, vocab_size: int, sequence: Sequence
 ) -> Proposal:
-    """A drafter's answer, cut behind the first draft that ends the request: nothing after it can be emitted.
+    """A drafter's answer, cut behind the first draft that is illegal or ends the sample: nothing after it is emitted.
 
     Cutting there is exact: whether a draft is verified depends on the drafts before it only. Raises the
     answer itself if it is an error, DrafterError where it breaks the contract.
@@ -80,10 +124,7 @@ def admit_proposal(
         fault = _q_fault(answer)
     if fault is not None:
         raise DrafterError(f"{who}: {fault}")
-    for i, token in enumerate(answer.tokens):
-        if token in stop_ids:
-            return answer.first(i + 1)
-    return answer
+    return answer.first(sequence.num_useful(answer.tokens))
 
 
 def _q_fault(proposal: Proposal) -> str | None:
@@ -130,8 +171,16 @@ def _checked_prompt(prompt_ids: Seq[int], info: BackendInfo) -> tuple[int, ...]:
 
 
 def _check_params(params: SamplingParams, info: BackendInfo) -> None:
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in ids or ():
+    named: list[tuple[str, Iterable[int]]] = [
+        ("stop_token_ids", params.stop_token_ids or ()),
+        ("logit_bias", params.logit_bias or ()),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
+        ("grammar_after", (params.grammar_after,) if isinstance(params.grammar_after, int) else ()),
+    ]
+    for i, word in enumerate(params.bad_words or ()):
+        named.append((f"bad_words[{i}]", () if isinstance(word, str) else word))
+    for name, ids in named:
+        for token in ids:
             if token >= info.vocab_size:
                 raise InvalidParams(
                     f"{name} names token {token}; token ids of {info.model} are 0 to {info.vocab_size - 1}"

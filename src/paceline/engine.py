@@ -22,6 +22,7 @@ from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
 from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
+from .sampling import GrammarCompiler
 from .schedule import Scheduler, Turn, parts
 from .sequence import Sequence, TargetRows
 from .types import Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
@@ -41,6 +42,11 @@ class Work:
     draws: Draws
     proposal: Proposal = EMPTY
     logits: np.ndarray | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits it needs."""
+        return len(self.proposal) + 1 if self.turn.decode else self.sequence.prompt_rows(self.turn.prefill)
 
 
 class Engine:
@@ -70,6 +76,7 @@ class Engine:
                 f"max_seqs = {self.max_seqs}; allowed: at most half of max_step_tokens = {info.max_step_tokens}"
             )
         self.max_rows = max(1, LOGITS_BYTES // (8 * info.vocab_size))
+        self.grammars = GrammarCompiler(backend.tokenizer, info.stop_ids)
         self._scheduler: Scheduler[Sequence] = Scheduler(backend, self.max_seqs)
         self._next_id = 0
 
@@ -89,19 +96,19 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def add(self, prompt_ids: Seq[int], params: SamplingParams, *, prompt: str | None = None) -> int:
-        """Queue a request; its id. What cannot be honoured is refused here, by name."""
-        sequence = admit_request(self.backend, self._next_id, prompt_ids, params, prompt)
-        self._next_id += 1
-        self._scheduler.add(sequence)
-        return sequence.request.request_id
+        """Queue a request, all its samples; its id. What cannot be honoured is refused here, by name."""
+        samples = admit_request(self.backend, self.grammars, self._next_id, prompt_ids, params, prompt)
+        self._next_id += len(samples)
+        for sequence in samples:
+            self._scheduler.add(sequence)
+        return samples[0].request.request_id
 
-    def cancel(self, request_id: int) -> StreamChunk | None:
-        """End a request now and free all it holds; None where it is unknown or already over."""
-        for sequence in [*self.waiting, *self.running]:
-            if sequence.request.request_id == request_id:
-                sequence.finish("cancelled")
-                return self._emit(sequence)
-        return None
+    def cancel(self, request_id: int) -> list[StreamChunk]:
+        """End a request now and free all it holds: the last chunk of each sample that was not over."""
+        chosen = [s for s in [*self.waiting, *self.running] if s.request.first_id == request_id]
+        for sequence in chosen:
+            sequence.finish("cancelled")
+        return [self._emit(sequence) for sequence in chosen]
 
     def fail(self, error: PacelineError) -> list[StreamChunk]:
         """End every request with `error`, whatever state a step was left in; the engine is as new afterwards."""
@@ -131,7 +138,7 @@ class Engine:
         """
         t0 = perf_counter()
         work = [
-            Work(sequence, turn, self.make_draws(sequence.request.seed, len(sequence.tokens)))
+            Work(sequence, self._narrowed(sequence, turn), self.make_draws(sequence.request.seed, len(sequence.tokens)))
             for sequence, turn in self._scheduler.schedule(self._drafts_wanted)
         ]
         self._introduce()
@@ -140,7 +147,7 @@ class Engine:
         t2 = perf_counter()
         forward_seconds = 0.0
         able = [w for w in work if w.sequence.finish_reason is None]
-        for part in parts([len(w.proposal) + 1 if w.turn.decode else 0 for w in able], self.max_rows):
+        for part in parts([w.num_rows for w in able], self.max_rows):
             start = perf_counter()
             self._score(able[part])
             forward_seconds += perf_counter() - start
@@ -188,6 +195,11 @@ class Engine:
         room = min(sequence.limit - len(sequence.tokens), self.max_rows) - 1
         return min(self.draft_length if asked is None else asked, room)
 
+    def _narrowed(self, sequence: Sequence, turn: Turn) -> Turn:
+        """A prompt whose rows are wanted is read in chunks of at most max_rows."""
+        too_many = not turn.decode and sequence.prompt_rows(turn.prefill) > self.max_rows
+        return Turn(prefill=self.max_rows) if too_many else turn
+
     def _propose(self, work: list[Work]) -> None:
         if not work:
             return
@@ -199,6 +211,7 @@ class Engine:
                 params=w.sequence.request.params,
                 draws=w.draws,
                 role=Role.TARGET if w.sequence.request.verification == "coupled" else Role.DRAFT,
+                history=w.sequence.history,
             )
             for w in work
         ]
@@ -207,7 +220,7 @@ class Engine:
             try:
                 who = f"drafter {self.drafter.inner.name}, request {w.sequence.request.request_id}"
                 vocab_size = self.backend.info.vocab_size
-                w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence.stop_ids)
+                w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence)
             except PacelineError as error:
                 w.sequence.finish("error", error=error)
             except Exception as error:
@@ -221,7 +234,7 @@ class Engine:
         for w in work:
             s, drafts = w.sequence, w.proposal.tokens
             new = (s.tokens[-1], *drafts) if w.turn.decode else s.tokens[s.cached : s.cached + w.turn.prefill]
-            batch.append(Segment(s.slot, tuple(new), s.cached, len(new) if w.turn.decode else 0))
+            batch.append(Segment(s.slot, tuple(new), s.cached, w.num_rows))
         try:
             rows = self.backend.forward(batch)
             shapes = [getattr(r, "shape", None) for r in rows]
@@ -241,9 +254,11 @@ class Engine:
             return  # the forward failed
         try:
             if not w.turn.decode:
+                sequence.score_prompt(w.logits)
                 sequence.cached += w.turn.prefill
             else:
-                taken = sequence.commit(self._verify(w), len(w.proposal))
+                rows = TargetRows(sequence, w.proposal.tokens, w.logits)
+                taken = sequence.commit(self._verify(w, rows), rows)
                 sequence.cached = len(sequence.tokens) - 1
                 if sequence.finish_reason is None:
                     self.backend.truncate(sequence.slot, sequence.cached)
@@ -254,10 +269,8 @@ class Engine:
         finally:
             w.logits = None  # the rows of one forward at a time, see LOGITS_BYTES
 
-    def _verify(self, w: Work) -> Verdict:
+    def _verify(self, w: Work, rows: TargetRows) -> Verdict:
         """The rule follows the kind of the proposal and the request's choice, never the drafter's name."""
-        assert w.logits is not None
-        rows = TargetRows(w.sequence, w.proposal.tokens, w.logits)
         verification = w.sequence.request.verification
         if w.proposal.kind == "point" or verification == "coupled":
             rule = verify_point

@@ -174,6 +174,8 @@ class EngineThread:
         prompt, ticket.prompt = ticket.prompt, ()  # nobody else needs it
         try:
             ticket.text, ticket.ids = self.llm.encode(prompt)
+            if ticket.params.grammar is not None:
+                self.engine.grammars.compile(ticket.params.grammar)  # may take a second, which no step should wait for
         except BaseException as error:
             self.post(partial(self._finish, ticket, _typed(error, "tokenising the prompt")))
         else:
@@ -192,8 +194,7 @@ class EngineThread:
     def cancel(self, request_id: int) -> None:
         """End a request that is in the engine; its reader is told."""
         if request_id in self._entered:
-            chunk = self.engine.cancel(request_id)
-            self._deliver([chunk] if chunk else [])
+            self._deliver(self.engine.cancel(request_id))
 
     def leave(self, ticket: Ticket) -> None:
         """The reader is gone: forget the request wherever it is."""
@@ -206,7 +207,7 @@ class EngineThread:
     def check(self) -> None:
         """The engine's books, and ours."""
         self.engine.check()
-        known = {s.request.request_id for s in [*self.engine.running, *self.engine.waiting]}
+        known = {s.request.first_id for s in [*self.engine.running, *self.engine.waiting]}
         if known != set(self._entered):
             raise InvariantError(f"requests {sorted(known)} are in the engine, {sorted(self._entered)} on the books")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack, cast
+from typing import Any, Self, TypeVar, cast
 
 from .draft import NoDrafter, open_drafter, parse_drafter
 from .engine import Engine
@@ -23,49 +23,16 @@ from .errors import (
     PacelineError,
     UnsupportedOption,
 )
-from .models import Progress, backend_of, resolve, resolve_weights
+from .models import Progress
+from .opening import LACKS, Options, checked_options, chosen_backend, open_backend
 from .params import SamplingParams, integer
-from .types import Backend, Drafter, RequestOutput, StreamChunk, Tokenizer
+from .types import Backend, Drafter, RequestOutput, Score, StreamChunk, Tokenizer
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Closable = TypeVar("Closable", Backend, Drafter)
-BACKENDS = ("auto", "llamacpp", "hf", "toy")
-# backend -> options it does not have, and why.
-LACKS: Mapping[str, Mapping[str, str]] = {
-    "llamacpp": {
-        "dtype": "a GGUF's weights have the types that its file gives them; backend='hf' dequantises some GGUF files",
-        "device": "where llama.cpp computes is settled when llama-cpp-python is built",
-        "page_size": "llama.cpp keeps its memory token by token; backend='hf' has pages",
-        "prefix_cache": "llama.cpp's memory is not shared between requests; backend='hf' shares pages",
-        "compile": "llama.cpp is compiled already; backend='hf' can be",
-    },
-    "toy": {
-        "n_threads": "a toy model runs on the calling thread",
-        "dtype": "a toy model computes in float64",
-        "device": "a toy model runs on the calling thread",
-        "compile": "a toy model has nothing to compile",
-    },
-    "hf": {},
-}
-EXAMPLES = {"dtype": "bfloat16", "device": "cpu"}
-
-
-class Options(TypedDict, total=False):
-    """How a model is opened; what is left out is the backend's choice."""
-
-    max_seqs: int
-    max_len: int
-    n_threads: int
-    max_step_tokens: int
-    kv_tokens: int
-    page_size: int
-    dtype: str
-    device: str
-    prefix_cache: bool
-    compile: bool
 
 
 class LLM:
@@ -73,7 +40,8 @@ class LLM:
 
     model: a name (`paceline models list`), the path of a GGUF file or of a Hugging Face folder, a hub id "owner/name",
     "toy" or "toy:SEED"; or an open Backend, which one LLM at a time may use.
-    drafter: "auto" (lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be; or a Drafter.
+    drafter: "auto" (forced+lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be, "forced" (what a
+    grammar leaves no choice about), "forced+lookup", "forced+model:NAME"; or a Drafter.
     draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
     max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core (hf: what
     PyTorch is set to; a setting of the whole process).
@@ -109,7 +77,7 @@ class LLM:
         compile: bool | None = None,  # noqa: A002 - the word users know from PyTorch
         progress: Progress | None = None,
     ) -> None:
-        given = _checked(
+        given = checked_options(
             max_seqs=max_seqs,
             max_len=max_len,
             n_threads=n_threads,
@@ -187,7 +155,7 @@ class LLM:
         """The target's tokenizer."""
         return self.backend.tokenizer
 
-    # --- the three ways to ask ----------------------------------------------------------------------
+    # --- the ways to ask --------------------------------------------------------------------------
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
@@ -224,6 +192,22 @@ class LLM:
         """
         text, ids = self.encode(prompt)
         return TokenStream(self, self._add(ids, spread(params, 1)[0], text))
+
+    def score(self, prompts: Prompt | Seq[Prompt], continuations: Prompt | Seq[Prompt]) -> list[Score]:
+        """How likely the model finds each continuation behind its prompt, token by token.
+
+        Raw logprobs: of the model's logits as they are, whatever anybody's sampling options. A continuation that is
+        text is tokenised on its own, as the bytes that follow the prompt. Both together need room for one token more.
+        """
+        pairs = list(zip(_as_list(prompts), _as_list(continuations), strict=False))
+        if not len(pairs) == len(_as_list(prompts)) == len(_as_list(continuations)):
+            raise InvalidInput(
+                f"{len(_as_list(prompts))} prompts, {len(_as_list(continuations))} continuations; pair them"
+            )
+        asked = _each("pair", pairs, lambda pair: (self._encode(pair[0])[1], self._encode_bare(pair[1])))
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self._run([(None, [*prompt, *rest]) for prompt, rest in asked], [params] * len(asked))
+        return [_score(output, len(prompt)) for output, (prompt, _) in zip(outputs, asked, strict=True)]
 
     def encode(self, prompt: Prompt | Seq[Message]) -> tuple[str | None, Seq[int]]:
         """Text and token ids of a prompt, or of a conversation by the model's chat template; no text where ids came."""
@@ -272,12 +256,24 @@ class LLM:
             raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
         return None, list(prompt)
 
+    def _encode_bare(self, continuation: Prompt) -> Seq[int]:
+        """Token ids of a text that stands behind another: nothing is put in front of it."""
+        if isinstance(continuation, str):
+            ids: Seq[int] = self.backend.tokenizer.encode(continuation, add_special=False)
+        else:
+            ids = self._encode(continuation)[1]
+        if not ids:
+            raise InvalidPrompt(f"continuation = {continuation!r} has no tokens; give at least one")
+        return ids
+
     def _encode_chat(self, messages: Seq[Message]) -> tuple[str, list[int]]:
         tokenizer = self.backend.tokenizer
         text = tokenizer.apply_chat_template(messages)
         return text, tokenizer.encode(text, parse_special=True)
 
     def _add(self, ids: Seq[int], params: SamplingParams, text: str | None) -> int:
+        if params.grammar is not None:
+            self.engine.grammars.compile(params.grammar)  # may take a second, which no step should wait for
         with self._lock:
             if self._over:
                 raise InvalidInput(f"this LLM ({self.backend.info.model}) {self._over}")
@@ -391,83 +387,6 @@ class TokenStream(Iterator[StreamChunk]):
             llm._abandon(self.request_id)
 
 
-def open_backend(
-    model: str | Path,
-    backend: str = "auto",
-    *,
-    clip_max_len: bool = False,
-    progress: Progress | None = None,
-    **options: Unpack[Options],
-) -> Backend:
-    """Open a model by name or path. backend, options, progress: as in LLM.
-
-    clip_max_len: a max_len beyond what the model was trained for means that instead of an error.
-    Raises ModelNotFound, ModelFormatError, ModelDownloadError, InvalidParams; UnsupportedOption naming an option
-    that the backend lacks, or what must be installed for it.
-    """
-    kind = chosen_backend(model, backend)
-    for name, why in LACKS[kind].items():
-        # Without a prefix cache or a compiler, doing without is what happens.
-        if options.get(name, False) is not False:
-            raise UnsupportedOption(f"{name} = {options[name]!r} is not an option of backend {kind!r}: {why}")  # type: ignore[literal-required]
-    had: dict[str, Any] = {name: value for name, value in options.items() if name not in LACKS[kind]}
-    if kind == "toy":
-        from .backend.toy import ToyBackend
-
-        return ToyBackend(seed=_toy_seed(str(model)), **had)
-    if kind == "hf":
-        from .backend.hf import HFBackend
-
-        return HFBackend(resolve_weights(model, progress), clip_max_len=clip_max_len, progress=progress, **had)
-    from .backend.llamacpp import LlamaCppBackend
-
-    return LlamaCppBackend(resolve(model, progress), clip_max_len=clip_max_len, progress=progress, **had)
-
-
-def chosen_backend(model: str | Path, backend: str) -> str:
-    """The backend that a model is opened with: "llamacpp", "hf" or "toy". Raises InvalidParams for an unfit one."""
-    if not isinstance(backend, str) or backend not in BACKENDS:
-        raise InvalidParams(f"backend = {backend!r}; allowed: {', '.join(BACKENDS)}")
-    name = str(model)
-    if is_toy(name) != (backend == "toy") and backend != "auto":
-        raise InvalidParams(f"backend = {backend!r} cannot run model {name!r}; leave backend at 'auto'")
-    if backend != "auto":
-        return backend
-    return "toy" if is_toy(name) else backend_of(model)
-
-
-def _toy_seed(name: str) -> int:
-    seed = name.removeprefix("toy").removeprefix(":")
-    if seed and not seed.isdecimal():
-        raise InvalidParams(f"model = {name!r}; a toy model is 'toy' or 'toy:SEED' with a whole number")
-    return int(seed or 0)
-
-
-def _checked(**options: Any) -> Options:
-    """The options that were given, each of its type. Raises InvalidParams naming one that is not."""
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        if value is None:
-            continue
-        if name in ("dtype", "device"):
-            text = str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
-            if not isinstance(text, str):
-                raise InvalidParams(f"{name} = {value!r}; allowed: a name, such as {EXAMPLES[name]!r}")
-            given[name] = text
-        elif name in ("prefix_cache", "compile"):
-            if not isinstance(value, bool):
-                raise InvalidParams(f"{name} = {value!r}; allowed: True or False")
-            given[name] = value
-        else:
-            given[name] = integer(name, value, 1)
-    return cast(Options, given)
-
-
-def is_toy(name: str) -> bool:
-    """Whether a model's name means the toy model."""
-    return name == "toy" or name.startswith("toy:")
-
-
 def _each(what: str, items: Seq[Item], work: Callable[[Item], Result]) -> list[Result]:
     """work(item) for each; where there are several, a refusal says which one it was."""
     results = []
@@ -477,6 +396,16 @@ def _each(what: str, items: Seq[Item], work: Callable[[Item], Result]) -> list[R
         except (InvalidInput, UnsupportedOption) as error:
             raise type(error)(f"{what} {i}: {error}") if len(items) > 1 else error from None
     return results
+
+
+def _score(output: RequestOutput, start: int) -> Score:
+    """The part of a scored prompt from token `start` on."""
+    error = output.outputs[0].error
+    if output.prompt_logprobs is None:
+        raise error or InvariantError(f"request {output.request_id} ended before its prompt was scored")
+    ids = output.prompt_token_ids[start:]
+    rows = output.prompt_logprobs[start:]
+    return Score(ids, tuple(row[token].logprob for token, row in zip(ids, rows, strict=True) if row is not None))
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

@@ -27,6 +27,7 @@ class CountingMemory:
         self.held: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         self.refuse_release = False
+        self.forks = 0
 
     def acquire(self, tokens: Any = ()) -> int:
         free = set(range(self.info.max_slots)) - set(self.held)
@@ -47,13 +48,21 @@ class CountingMemory:
         self.held[slot] = need
         return True
 
+    def fork(self, slot: int) -> int:
+        """As strict as the protocol allows: the donor loses what it had reserved, and nothing stays shared."""
+        new = self.acquire()
+        self.truncate(slot, self.lengths[slot])
+        self.lengths[new] = self.lengths[slot]
+        self.forks += 1
+        return new
+
     def write(self, slot: int, count: int) -> None:
         assert self.lengths[slot] + count <= self.held[slot] * PAGE, "written without having been reserved"
         self.lengths[slot] += count
 
     def truncate(self, slot: int, length: int) -> None:
         self.lengths[slot] = length
-        self.held[slot] = -(-length // PAGE)
+        self.held[slot] = min(self.held[slot], -(-length // PAGE))
 
     def release(self, slot: int) -> None:
         del self.held[slot], self.lengths[slot]
@@ -77,9 +86,19 @@ class Job:
     error: PacelineError | None = None
     finish_reason: str | None = None
     age: int = 0  # steps since it was added
+    siblings: list[Job] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.tokens = [0] * self.prompt
+        self.siblings.append(self)
+
+    @property
+    def shared(self) -> int:
+        return self.prompt - 1
+
+    @property
+    def shareable(self) -> list[int]:
+        return self.tokens
 
     @property
     def limit(self) -> int:
@@ -166,6 +185,87 @@ def test_nobody_starves(sizes: list[tuple[int, int, int]], pages: int, arrivals:
     for i, job in enumerate(order):
         assert job.finish_reason == "length"
         assert job.age <= sum(bound(earlier) for earlier in order[: i + 1])
+    assert not memory.held
+
+
+def family(n: int, prompt: int, max_tokens: int) -> list[Job]:
+    """n samples of one request."""
+    siblings: list[Job] = []
+    for i in range(n):
+        Job(prompt, max_tokens, i, wants=0, siblings=siblings)
+    return siblings
+
+
+def test_samples_wait_for_the_prompt_and_fork_it() -> None:
+    memory = CountingMemory(pages=40)
+    scheduler: Scheduler[Job] = Scheduler(memory, 3)  # type: ignore[arg-type]
+    jobs, stranger = family(4, 20, 6), Job(3, 4, wants=0)
+    jobs[2].max_tokens = 3  # over first; the fourth then forks one that has gone on
+    for job in (*jobs, stranger):
+        scheduler.add(job)
+    rng = np.random.default_rng(0)
+    prefilled = 0
+    while scheduler.running or scheduler.waiting:
+        assert [*scheduler.running, *scheduler.waiting] == [j for j in (*jobs, stranger) if j.finish_reason is None]
+        prefilled += sum(turn.prefill for job, turn in step(scheduler, memory, rng) if job is not stranger)
+    assert prefilled == 19, "the prompt was computed more than once"
+    assert memory.forks == 3
+    assert [job.num_cached_tokens for job in jobs] == [0, 19, 19, 19]
+    assert not memory.held
+
+
+def test_a_sample_whose_donor_is_gone_enters_like_anybody_else() -> None:
+    memory = CountingMemory(pages=40)
+    scheduler: Scheduler[Job] = Scheduler(memory, 3)  # type: ignore[arg-type]
+    first, second = jobs = family(2, 20, 6)
+    for job in jobs:
+        scheduler.add(job)
+    step(scheduler, memory, np.random.default_rng(0))
+    assert (first.slot, second.slot) == (0, -1)
+    scheduler.remove(first)
+    step(scheduler, memory, np.random.default_rng(0))
+    assert second.slot == 0
+    assert second.cached > 0
+    assert memory.forks == 0
+
+
+def test_a_fork_for_which_memory_is_short_takes_nothing_from_its_donor() -> None:
+    """vllm#42971: memory that one sequence needs must not be handed to another."""
+    memory = CountingMemory(pages=8)
+    scheduler: Scheduler[Job] = Scheduler(memory, 3)  # type: ignore[arg-type]
+    first, second = jobs = family(2, 16, 12)
+    for job in jobs:
+        scheduler.add(job)
+    rng = np.random.default_rng(0)
+    while first.finish_reason is None:
+        step(scheduler, memory, rng)
+    assert first.num_preemptions == 0
+    while second.finish_reason is None:
+        step(scheduler, memory, rng)
+    assert not memory.held
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 24), st.integers(1, 24)), min_size=1, max_size=5),
+    st.integers(14, 40),
+    st.integers(0, 2**32),
+)
+def test_families_in_order_and_without_loss(sizes: list[tuple[int, int, int]], pages: int, seed: int) -> None:
+    """Random families under scarce memory: order of arrival, everybody ends, everything is given back."""
+    memory = CountingMemory(pages)
+    scheduler: Scheduler[Job] = Scheduler(memory, 4)  # type: ignore[arg-type]
+    rng = np.random.default_rng(seed)
+    jobs = [job for n, prompt, most in sizes for job in family(n, prompt, most)]
+    for job in jobs:
+        scheduler.add(job)
+    for _ in range(sum(bound(job) for job in jobs) + 1):
+        alive = [job for job in jobs if job.finish_reason is None]
+        assert [*scheduler.running, *scheduler.waiting] == alive, "somebody overtook"
+        if not alive:
+            break
+        step(scheduler, memory, rng)
+    assert {job.finish_reason for job in jobs} == {"length"}
     assert not memory.held
 
 

@@ -5,13 +5,16 @@ and where there is too little the *newest* running request is preempted: its slo
 front of all others, and what was cached is computed anew. So the oldest request is never preempted and gets
 its turn in every step. That bounds every wait: with prefill chunks of c tokens, a request is over after at
 most the sum of ceil(limit / c) + max_tokens steps over itself and all that arrived before it.
+
+Samples of one request share their prompt's memory: the first to run computes it, the others wait until it is there
+and fork. Where that sample is gone, or memory is too short for two, they enter like anybody else.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, Self, TypeVar
 
 from ..errors import BackendError, PacelineError
 from ..types import Backend, FinishReason
@@ -19,10 +22,11 @@ from .fcfs import Turn, plan
 
 
 class Runnable(Protocol):
-    """What the scheduler knows of a request. It writes all but tokens.
+    """What the scheduler knows of a request. It writes slot, cached and the two numbers.
 
-    tokens: committed. cached: how many of them the slot holds. slot: -1 while it waits. num_cached_tokens: what the
-    first slot held at once; None before.
+    tokens: committed; shareable: those of them whose memory may come from the prefix cache. siblings: those whose first
+    `shared` tokens are the same, itself among them. cached: how many tokens the slot holds. slot: -1 while it waits.
+    num_cached_tokens: what the first slot held at once; None before.
     """
 
     tokens: list[int]
@@ -33,6 +37,15 @@ class Runnable(Protocol):
 
     @property
     def uncached(self) -> int: ...
+
+    @property
+    def shareable(self) -> Sequence[int]: ...
+
+    @property
+    def shared(self) -> int: ...
+
+    @property
+    def siblings(self) -> Sequence[Self]: ...
 
     def finish(self, reason: FinishReason, *, error: PacelineError | None = None) -> None: ...
 
@@ -64,6 +77,7 @@ class Scheduler(Generic[R]):
         """
         for request in list(self.running):
             self._make_room(request)
+        self._fork_siblings(drafts_wanted)
         drafts = [self._room_for_drafts(request, drafts_wanted(request)) for request in self.running]
         drafts += self._admit(drafts_wanted)
         able = [(r, n) for r, n in zip(self.running, drafts, strict=True) if r.slot >= 0]
@@ -104,11 +118,45 @@ class Scheduler(Generic[R]):
         self.running.remove(request)
         self.waiting.appendleft(request)
 
+    def _fork_siblings(self, drafts_wanted: Callable[[R], int]) -> None:
+        """Let the next waiting requests in whose shared beginning somebody holds."""
+        while self.waiting and len(self.running) < self.max_seqs:
+            request = self.waiting[0]
+            donor = next((s for s in request.siblings if s.slot >= 0 and s.cached >= request.shared > 0), None)
+            if donor is None:
+                return
+            try:
+                fits = self._fork(request, donor, len(request.tokens) + drafts_wanted(request))
+            except PacelineError as error:
+                fits = True
+                request.finish("error", error=error)
+            if not fits:
+                return
+            self.running.append(self.waiting.popleft())
+
+    def _fork(self, request: R, donor: R, length: int) -> bool:
+        """Give the request the donor's beginning and room for `length` tokens; False where memory is short for now."""
+        if donor.cached > request.shared and not self.backend.info.can_truncate:
+            return False
+        request.slot = self.backend.fork(donor.slot)
+        self.backend.truncate(request.slot, request.shared)
+        request.cached = request.shared
+        # Forking may have given back what the donor had set aside for its next token; the donor comes first.
+        fits = self.backend.reserve(donor.slot, len(donor.tokens)) and self.backend.reserve(request.slot, length)
+        if fits:
+            self._entered(request)
+        else:
+            self._release(request)
+            self.backend.reserve(donor.slot, len(donor.tokens))
+        return fits
+
     def _admit(self, drafts_wanted: Callable[[R], int]) -> list[int]:
         """Let waiting requests in while there is memory for all their tokens and one step's drafts."""
         granted = []
         while self.waiting and len(self.running) < self.max_seqs:
             request = self.waiting[0]
+            if any(s.slot >= 0 and s.cached < request.shared for s in request.siblings):
+                break  # it forks that one soon
             drafts = drafts_wanted(request)
             try:
                 fits = self._enter(request, len(request.tokens) + drafts)
@@ -123,11 +171,10 @@ class Scheduler(Generic[R]):
 
     def _enter(self, request: R, length: int) -> bool:
         """Give the request a slot with room for `length` tokens; False where memory is short for now."""
-        request.slot = self.backend.acquire(request.tokens)
+        request.slot = self.backend.acquire(request.shareable)
         request.cached = self.backend.length(request.slot)
         if self.backend.reserve(request.slot, length):
-            if request.num_cached_tokens is None:
-                request.num_cached_tokens = request.cached
+            self._entered(request)
             return True
         self._release(request)
         if self.running:
@@ -137,6 +184,10 @@ class Scheduler(Generic[R]):
             f"{info.model} has no memory for {length} tokens, though nobody else runs here: its {info.kv_tokens} "
             "are in use elsewhere"
         )
+
+    def _entered(self, request: R) -> None:
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.cached
 
     def _release(self, request: R) -> None:
         slot, request.slot, request.cached = request.slot, -1, 0
