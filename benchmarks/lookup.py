@@ -12,9 +12,11 @@ import tracemalloc
 from paceline import SamplingParams
 from paceline.draft import LookupDrafter
 from paceline.rng import KeyedDraws
+from paceline.sampling import History
 from paceline.types import DraftContext, Role
 
 STEPS = 2_000
+VOCAB_SIZE = 49_152
 PARAMS = SamplingParams()
 
 
@@ -23,7 +25,7 @@ def main() -> None:
     print("context   us/step   us/token to index   bytes/token")
     for length in (100, 1_000, 10_000, 100_000):
         rng = random.Random(0)
-        tokens = [rng.randrange(49_152) for _ in range(length // 2)] * 2
+        tokens = [rng.randrange(VOCAB_SIZE) for _ in range(length // 2)] * 2
         tracemalloc.start()
         drafter = LookupDrafter()
         drafter.observe(0, tokens)
@@ -35,9 +37,10 @@ def main() -> None:
         indexer.observe(0, tokens)
         index_us = (time.perf_counter() - started) / len(tokens) * 1e6
 
+        history = History(PARAMS, tokens, length, VOCAB_SIZE)
         started = time.perf_counter()
         for _ in range(STEPS):
-            context = DraftContext(0, tokens, length, PARAMS, KeyedDraws(0, len(tokens)), Role.DRAFT)
+            context = DraftContext(0, tokens, length, PARAMS, KeyedDraws(0, len(tokens)), Role.DRAFT, history)
             (proposal,) = drafter.propose([context], [4])
             block = [*getattr(proposal, "tokens", ()), 7][:5]
             tokens.extend(block)

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from paceline.errors import BackendError, InvariantError, PacelineError, RollbackError
 from paceline.params import SamplingParams
-from paceline.types import BackendInfo, DraftContext, Proposal, Role, Segment, Tokenizer
+from paceline.sampling import History
+from paceline.types import BackendInfo, DraftContext, Proposal, Role, RowHistory, Segment, Tokenizer
 
 Logits = Callable[[tuple[int, ...]], NDArray[np.float64]]
 
@@ -179,16 +180,63 @@ def context_of(
     params: SamplingParams | None = None,
     draws: FakeDraws | None = None,
     role: Role = Role.DRAFT,
+    history: RowHistory | None = None,
+    grammar: FakeGrammar | None = None,
+    vocab_size: int = 7,
+    start: tuple[int, ...] = (),
 ) -> DraftContext:
     """A context with everything a test does not care about filled in."""
+    length = len(tokens) if prompt_length is None else prompt_length
+    params = params or SamplingParams()
     return DraftContext(
         request_id=request_id,
         tokens=tokens,
-        prompt_length=len(tokens) if prompt_length is None else prompt_length,
-        params=params or SamplingParams(),
+        prompt_length=length,
+        params=params,
         draws=draws or FakeDraws(request_id),
         role=role,
+        history=history or history_of(tokens, length, params, vocab_size=vocab_size, grammar=grammar),
+        start=start,
     )
+
+
+def history_of(
+    tokens: Sequence[int],
+    prompt_length: int | None = None,
+    params: SamplingParams | None = None,
+    *,
+    vocab_size: int = 7,
+    grammar: FakeGrammar | None = None,
+) -> History:
+    """What the engine would have of a request with these committed tokens."""
+    length = len(tokens) if prompt_length is None else prompt_length
+    return History(params or SamplingParams(), tokens, length, vocab_size, grammar=grammar)  # type: ignore[arg-type]
+
+
+class FakeGrammar:
+    """A grammar by a table: legal_after[drafts] are the ids that may follow them; no entry is no constraint.
+
+    It knows the committed text as the place where it stands and nothing else: a grammar for one step.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        legal_after: Mapping[tuple[int, ...], Sequence[int]] | None = None,
+        forced: Sequence[int] | PacelineError = (),
+    ) -> None:
+        self.vocab_size, self.legal_after, self.forced_ids = vocab_size, legal_after or {}, forced
+        self.limits: list[int] = []
+
+    def legal(self, drafts: Sequence[int] = ()) -> NDArray[np.bool_] | None:
+        ids = self.legal_after.get(tuple(drafts))
+        return None if ids is None else np.isin(np.arange(self.vocab_size), ids)
+
+    def forced(self, limit: int) -> tuple[int, ...]:
+        self.limits.append(limit)
+        if isinstance(self.forced_ids, PacelineError):
+            raise self.forced_ids
+        return tuple(self.forced_ids[:limit])
 
 
 def proposed(answer: Proposal | PacelineError) -> Proposal:

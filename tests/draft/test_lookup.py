@@ -20,31 +20,34 @@ from paceline.types import Drafter
 from .fakes import CountingList, context_of, proposed
 
 
-def propose(drafter: LookupDrafter, tokens: Sequence[int], budget: int, request_id: int = 0) -> list[int]:
-    proposal = proposed(drafter.propose([context_of(tokens, request_id)], [budget])[0])
+def propose(
+    drafter: LookupDrafter, tokens: Sequence[int], budget: int, request_id: int = 0, start: tuple[int, ...] = ()
+) -> list[int]:
+    proposal = proposed(drafter.propose([context_of(tokens, request_id, start=start)], [budget])[0])
     assert proposal.kind == "point"
     assert proposal.q is None
     assert proposal.is_chain
     return list(proposal.tokens)
 
 
-def fresh(tokens: Sequence[int], budget: int, **options: int) -> list[int]:
+def fresh(tokens: Sequence[int], budget: int, start: tuple[int, ...] = (), **options: int) -> list[int]:
     drafter = LookupDrafter(**options)
     drafter.observe(0, tokens)
-    return propose(drafter, tokens, budget)
+    return propose(drafter, tokens, budget, start=start)
 
 
-def scan(tokens: Sequence[int], budget: int, max_ngram: int, min_ngram: int) -> list[int]:
-    """Longest suffix first, nearest occurrence first, copying one token at a time."""
-    n = len(tokens)
+def scan(tokens: Sequence[int], budget: int, max_ngram: int, min_ngram: int, start: tuple[int, ...] = ()) -> list[int]:
+    """`start` and what may follow it: longest suffix first, nearest occurrence that a committed token follows first,
+    copying one token at a time."""
+    text = [*tokens, *start[:budget]]
+    n, room = len(text), budget - len(start[:budget])
     for size in range(max_ngram, min_ngram - 1, -1):
-        for end in range(n - 1, size - 1, -1):
-            if size <= n and list(tokens[end - size : end]) == list(tokens[n - size :]):
-                text = list(tokens)
-                for i in range(budget):
+        for end in range(len(tokens) - 1, size - 1, -1):
+            if size <= n and text[end - size : end] == text[n - size :]:
+                for i in range(room):
                     text.append(text[end + i])
-                return text[n:]
-    return []
+                return text[len(tokens) :]
+    return text[len(tokens) :]
 
 
 class LookupMachine(RuleBasedStateMachine):
@@ -66,22 +69,31 @@ class LookupMachine(RuleBasedStateMachine):
         self.drafter.release(request)
         self.texts.pop(request, None)
 
-    @rule(budgets=st.lists(st.integers(0, 6), min_size=3, max_size=3))
-    def compare(self, budgets: list[int]) -> None:
+    @rule(
+        budgets=st.lists(st.integers(0, 6), min_size=3, max_size=3),
+        starts=st.lists(st.lists(st.integers(0, 2), max_size=7).map(tuple), min_size=3, max_size=3),
+    )
+    def compare(self, budgets: list[int], starts: list[tuple[int, ...]]) -> None:
+        """Settled drafts are continued and leave no trace: the next comparison has others, or none."""
         ids = sorted(self.texts)
-        contexts = [context_of(self.texts[i], i) for i in ids]
+        contexts = [context_of(self.texts[i], i, start=start) for i, start in zip(ids, starts, strict=False)]
         answers = self.drafter.propose(contexts, budgets[: len(ids)])
-        for i, answer, budget in zip(ids, answers, budgets, strict=False):
-            assert list(proposed(answer).tokens) == scan(self.texts[i], budget, *self.sizes)
+        for i, answer, budget, start in zip(ids, answers, budgets, starts, strict=False):
+            assert list(proposed(answer).tokens) == scan(self.texts[i], budget, *self.sizes, start)
 
 
 LookupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestLookupMachine = LookupMachine.TestCase
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(0, 8))
-def test_default_sizes_equal_the_scan(tokens: list[int], budget: int) -> None:
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 3), max_size=5).map(tuple),
+)
+def test_default_sizes_equal_the_scan(tokens: list[int], budget: int, start: tuple[int, ...]) -> None:
     assert fresh(tokens, budget) == scan(tokens, budget, 3, 2)
+    assert fresh(tokens, budget, start) == scan(tokens, budget, 3, 2, start)
 
 
 def test_is_a_drafter() -> None:
@@ -111,6 +123,24 @@ def test_is_a_drafter() -> None:
 )
 def test_examples(tokens: list[int], budget: int, drafts: list[int]) -> None:
     assert fresh(tokens, budget) == drafts
+
+
+@pytest.mark.parametrize(
+    "tokens, start, budget, drafts",
+    [
+        ([1, 2, 3, 4, 9], (1, 2), 4, [1, 2, 3, 4]),  # what followed the settled drafts
+        ([1, 2, 3, 4, 1], (2,), 3, [2, 3, 4]),  # a suffix that is partly settled
+        ([5, 1, 2, 7], (1, 2), 7, [1, 2, 7, 1, 2, 7, 1]),  # through the end, the settled ones and itself
+        ([1, 2, 3, 1, 2], (9,), 3, [9]),  # they broke the repetition
+        ([1, 2, 3, 1, 2], (3, 1, 2), 2, [3, 1]),  # more than the budget
+        ([1, 2], (), 2, []),
+        ([8, 9], (1, 2, 1, 2), 6, [1, 2, 1, 2]),  # a repetition among drafts is not in the index
+    ],
+)
+def test_settled_drafts_are_continued(
+    tokens: list[int], start: tuple[int, ...], budget: int, drafts: list[int]
+) -> None:
+    assert fresh(tokens, budget, start) == drafts
 
 
 def test_min_ngram_is_kept() -> None:
@@ -215,18 +245,19 @@ class CountingDict(dict[tuple[int, ...], int]):
 
 @pytest.mark.parametrize("length", [100, 100_000])
 @pytest.mark.parametrize("repeats", [False, True])
-def test_a_step_costs_the_same_at_any_length(length: int, repeats: bool) -> None:
+@pytest.mark.parametrize("num_settled", [0, 3])
+def test_a_step_costs_the_same_at_any_length(length: int, repeats: bool, num_settled: int) -> None:
     """Reads and index operations of one step (4 drafts asked, 5 tokens committed), counted."""
     text = [i % 50 if repeats else i for i in range(length)]
     drafter = LookupDrafter()
     drafter.observe(0, text)
     history = drafter._histories[0]
     history.tokens, history._behind = CountingList(history.tokens), CountingDict(history._behind)
-    context = context_of(CountingList(text))
+    context = context_of(CountingList(text), start=tuple((length + i) % 50 for i in range(num_settled)))
     CountingList.read = CountingDict.asked = 0
     proposal = proposed(drafter.propose([context], [4])[0])
     drafter.observe(0, [1, 2, 3, 4, 5])
-    assert len(proposal) == (4 if repeats else 0)
+    assert len(proposal) == (4 if repeats or num_settled else 0)
     assert CountingList.read <= 2 + (2 + 3) + 4 + 5 * (2 + 3)
     assert CountingDict.asked <= 2 + 5 * 2
 

@@ -13,7 +13,7 @@ from paceline.params import SamplingParams
 from paceline.sampling import distribution
 from paceline.types import Proposal
 
-from .fakes import CountingList, FakeBackend, FakeDraws, context_of, proposed
+from .fakes import CountingList, FakeBackend, FakeDraws, context_of, history_of, proposed
 
 VOCAB = 5
 MAX_LEN = 24
@@ -31,13 +31,13 @@ class MemoryMachine(RuleBasedStateMachine):
     """Requests come, draft with any budget or none, have any number of drafts accepted, and go.
 
     Each proposal must equal that of a drafter that reads the whole text afresh, and must forward no token
-    that was cached: huggingface/transformers PR #32370 (right, but very slow).
+    that was cached: huggingface/transformers PR #32370 (right, but very slow). Id VOCAB is the target's alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.backend = FakeBackend(VOCAB, max_len=MAX_LEN, max_slots=SLOTS, max_step_tokens=7)
-        self.drafter = ModelDrafter(self.backend, "model:fake", FakeBackend(VOCAB))
+        self.drafter = ModelDrafter(self.backend, "model:fake", FakeBackend(VOCAB + 1))
         self.texts: dict[int, list[int]] = {}
         self.last: dict[int, Proposal] = {}
         self.cached: dict[int, list[int]] = {}
@@ -56,20 +56,31 @@ class MemoryMachine(RuleBasedStateMachine):
         self.drafter.observe(self.next_id, prompt)
         self.next_id += 1
 
-    @rule(budgets=st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS), skip=st.integers(0, SLOTS))
-    def propose(self, budgets: list[int], skip: int) -> None:
+    @rule(
+        budgets=st.lists(st.integers(0, 5), min_size=SLOTS, max_size=SLOTS),
+        skip=st.integers(0, SLOTS),
+        starts=st.lists(st.lists(st.integers(0, VOCAB), max_size=6).map(tuple), min_size=SLOTS, max_size=SLOTS),
+    )
+    def propose(self, budgets: list[int], skip: int, starts: list[tuple[int, ...]]) -> None:
+        """Settled drafts may be more than the budget, and hold an id that the draft model does not know."""
         ids = [request for i, request in enumerate(self.texts) if i != skip]
-        contexts = [context_of(self.texts[i], i, params=self.params[i]) for i in ids]
+        contexts = [
+            context_of(self.texts[i], i, params=self.params[i], start=start)
+            for i, start in zip(ids, starts, strict=False)
+        ]
         before = self.backend.tokens_forwarded
         answers = self.drafter.propose(contexts, budgets[: len(ids)])
         needed = 0
-        for request, answer, budget in zip(ids, answers, budgets, strict=False):
+        for request, answer, budget, start in zip(ids, answers, budgets, starts, strict=False):
             proposal = self.last[request] = proposed(answer)
             text = self.texts[request]
-            assert list(proposal.tokens) == self.afresh(request, budget)
-            if len(text) > MAX_LEN:  # nothing can be drafted any more, and others can use the memory
-                self.cached.pop(request, None)
-            if len(proposal):
+            settled = list(start[:budget])
+            assert list(proposal.tokens) == self.afresh(request, budget, settled)
+            num_drawn = len(proposal) - len(settled)
+            assert proposal.kind == ("sampled" if num_drawn and self.params[request].temperature else "point")
+            if len(text) > MAX_LEN or (max(text) >= VOCAB and len(settled) < min(budget, MAX_LEN - len(text) + 1)):
+                self.cached.pop(request, None)  # nothing can be drawn any more, and others can use the memory
+            if num_drawn:  # where nothing is drawn nothing is forwarded
                 cached = text + list(proposal.tokens[:-1])
                 kept = min(common(self.cached.get(request, []), cached), len(text) - 1)
                 needed += len(cached) - kept
@@ -110,10 +121,10 @@ class MemoryMachine(RuleBasedStateMachine):
         held = sorted(map(tuple, self.backend.slots.values()))
         assert held == sorted(map(tuple, self.cached.values()))
 
-    def afresh(self, request: int, budget: int) -> list[int]:
-        text, draws = list(self.texts[request]), FakeDraws(request)
-        n = len(text)
-        while len(text) < n + budget and len(text) <= MAX_LEN:
+    def afresh(self, request: int, budget: int, settled: list[int]) -> list[int]:
+        n, draws = len(self.texts[request]), FakeDraws(request)
+        text = [*self.texts[request], *settled]
+        while len(text) < n + budget and len(text) <= MAX_LEN and max(text) < VOCAB:
             q = distribution(self.backend.logits(tuple(text)), self.params[request], None)
             text.append(draws.pick(q.probs, len(text), context_of(text).role, ids=q.ids, node=len(text) - n))
         return text[n:]
@@ -188,8 +199,12 @@ def test_a_step_reads_new_tokens_only(length: int) -> None:
     drafter = ModelDrafter(backend, "model:fake", FakeBackend(7))
     params = SamplingParams(presence_penalty=0.5)
     text = CountingList(i % 7 for i in range(length))
+    history = history_of(text, params=params)
     for _ in range(2):
         CountingList.read = 0
-        proposal = proposed(drafter.propose([context_of(text, prompt_length=length, params=params)], [4])[0])
-        text.extend([*proposal.tokens[:2], (proposal.tokens[2] + 1) % 7])
+        context = context_of(text, prompt_length=length, params=params, history=history)
+        proposal = proposed(drafter.propose([context], [4])[0])
+        for token in (*proposal.tokens[:2], (proposal.tokens[2] + 1) % 7):
+            text.append(token)
+            history.commit(token)
     assert 0 < CountingList.read <= 3 * 4

@@ -9,6 +9,7 @@ import pytest
 from paceline.backend.toy import ToyBackend
 from paceline.draft import (
     DEFAULT_DRAFT_LENGTH,
+    ForcedDrafter,
     LookupDrafter,
     ModelDrafter,
     NoDrafter,
@@ -21,18 +22,24 @@ from paceline.types import Drafter
 
 from .fakes import FakeTokenizer, context_of, proposed
 
+ALLOWED = "allowed: auto, none, lookup, model:NAME, forced, forced+lookup, forced+model:NAME"
+
 
 @pytest.mark.parametrize(
     "spec, expected",
     [
-        ("none", ("none", "")),
-        ("lookup", ("lookup", "")),
-        ("auto", ("lookup", "")),
-        ("model:smollm2:q4_0", ("model", "smollm2:q4_0")),
-        ("model:/data/a b.gguf", ("model", "/data/a b.gguf")),
+        ("none", ("none", "", False)),
+        ("lookup", ("lookup", "", False)),
+        ("auto", ("lookup", "", True)),
+        ("forced", ("none", "", True)),
+        ("forced+lookup", ("lookup", "", True)),
+        ("model:smollm2:q4_0", ("model", "smollm2:q4_0", False)),
+        ("forced+model:smollm2:q4_0", ("model", "smollm2:q4_0", True)),
+        ("model:/data/a b.gguf", ("model", "/data/a b.gguf", False)),
+        ("model:forced+lookup", ("model", "forced+lookup", False)),
     ],
 )
-def test_names(spec: str, expected: tuple[str, str]) -> None:
+def test_names(spec: str, expected: tuple[str, str, bool]) -> None:
     assert parse_drafter(spec) == expected
 
 
@@ -46,10 +53,18 @@ def test_names(spec: str, expected: tuple[str, str]) -> None:
         ("none:", "none takes nothing behind a colon"),
         ("model", "names no model; write model:NAME"),
         ("model:", "names no model; write model:NAME"),
-        ("eagle3", "allowed: auto, none, lookup, model:NAME"),
-        ("", "allowed: auto, none, lookup, model:NAME"),
-        ("LOOKUP", "allowed: auto, none, lookup, model:NAME"),
-        (None, "allowed: auto, none, lookup, model:NAME"),
+        ("forced+model:", "names no model; write forced+model:NAME, as in forced+model:smollm2"),
+        ("forced+lokup", "did you mean forced+lookup?"),
+        ("forced:3", "forced takes nothing behind a colon"),
+        ("forced+lookup:2", "forced+lookup takes nothing behind a colon"),
+        ("forced+", "did you mean forced?"),
+        ("forced+none", ALLOWED),
+        ("forced+auto", ALLOWED),
+        ("forced+forced+lookup", ALLOWED),
+        ("eagle3", ALLOWED),
+        ("", ALLOWED),
+        ("LOOKUP", ALLOWED),
+        (None, ALLOWED),
     ],
 )
 def test_unknown_names_say_what_exists(spec: Any, hint: str) -> None:
@@ -68,19 +83,28 @@ def test_open_drafter_opens_a_model_only_for_model_names() -> None:
 
     assert isinstance(open_drafter("none", target, open_backend), NoDrafter)
     assert isinstance(open_drafter("lookup", target, open_backend), LookupDrafter)
-    assert isinstance(open_drafter("auto", target, open_backend), LookupDrafter)
+    for spec, kind in (("auto", LookupDrafter), ("forced+lookup", LookupDrafter), ("forced", NoDrafter)):
+        drafter = open_drafter(spec, target, open_backend)
+        assert isinstance(drafter, ForcedDrafter)
+        assert isinstance(drafter.inner, kind)
+        assert drafter.name == ("forced+lookup" if spec == "auto" else spec)
     assert opened == []
     assert isinstance(open_drafter("model:same", target, open_backend), ModelDrafter)
-    with pytest.raises(VocabularyMismatch):
-        open_drafter("model:other", target, open_backend)
-    assert opened == ["same", "other"]
+    drafter = open_drafter("forced+model:same", target, open_backend)
+    assert isinstance(drafter, ForcedDrafter)
+    assert isinstance(drafter.inner, ModelDrafter)
+    assert drafter.name == "forced+model:same"
+    for spec in ("model:other", "forced+model:other"):
+        with pytest.raises(VocabularyMismatch):
+            open_drafter(spec, target, open_backend)
+    assert opened == ["same", "same", "other", "other"]
     assert DEFAULT_DRAFT_LENGTH == 4
 
 
 def test_no_drafter_proposes_nothing() -> None:
     drafter = NoDrafter()
     assert isinstance(drafter, Drafter)
-    contexts = [context_of([1, 2, 1, 2], 0), context_of([1], 1)]
+    contexts = [context_of([1, 2, 1, 2], 0, start=(3,)), context_of([1], 1)]
     drafter.observe(0, [1, 2])
     answers = [proposed(answer) for answer in drafter.propose(contexts, [4, 0])]
     assert [(len(a), a.kind) for a in answers] == [(0, "point"), (0, "point")]

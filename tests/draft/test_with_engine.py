@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import pytest
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import LookupDrafter, ModelDrafter, NoDrafter
+from paceline.draft import ForcedDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.errors import BadLogits, RollbackError
 from paceline.params import SamplingParams, Verification
 from paceline.rng import KeyedDraws
 from paceline.types import DraftContext, Drafter, RequestOutput, Role
 
-from .fakes import proposed
+from .fakes import history_of, proposed
 
 PROMPTS = [[1, 2, 3], [4, 5, 4, 5, 4], [6]]
 
@@ -33,7 +34,7 @@ def run(
         for chunk in engine.step():
             if chunk.output is not None:
                 outputs[chunk.request_id] = chunk.output
-        if check and isinstance(drafter, ModelDrafter):
+        if check and isinstance(drafter, ModelDrafter | ForcedDrafter):
             drafter.check()
     return [outputs[i] for i in ids]
 
@@ -84,12 +85,46 @@ def test_the_text_of_a_seed_is_that_without_drafter(kind: str, temperature: floa
     assert sum(o.speculation.drafted for o in outputs) > 0
 
 
+FORM = {"regex": "0123(ab?|c)456(d|ee)(x[0-9]{1,4}y){2}7890123456789"}
+"""Forced, then free, then forced."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verification", ["coupled", "block", "rejection"])
+@pytest.mark.parametrize("inner", ["none", "lookup", "model", "a model with a short context", "a smaller vocabulary"])
+def test_forced_tokens_are_free_drafts(inner: str, verification: Verification, temperature: float) -> None:
+    """The forced parts cost no step of their own, with any drafter behind them; where the text is that of a seed, it
+    is the plain one."""
+    pytest.importorskip("llguidance")
+    params = SamplingParams(
+        grammar=FORM, temperature=temperature, seed=3, max_tokens=60, verification=verification, frequency_penalty=0.1
+    )
+    plain = run(toy(), NoDrafter(), params)
+    target = toy()
+    drafter: Drafter = {"none": NoDrafter, "lookup": LookupDrafter}.get(inner, NoDrafter)()
+    if inner not in ("none", "lookup"):
+        draft = ToyBackend(9 if "small" in inner else 40, seed=1, stop_ids=(), max_len=16 if "short" in inner else 4096)
+        drafter = ModelDrafter(draft, "model:toy", target)
+    outputs = run(target, ForcedDrafter(drafter), params, check=True)
+    for got, wanted in zip(outputs, plain, strict=True):
+        assert re.fullmatch(FORM["regex"], got.outputs[0].text)
+        assert got.outputs[0].finish_reason == "stop"
+        if verification == "coupled" or temperature == 0.0 or inner in ("none", "lookup"):
+            assert got.outputs[0].token_ids == wanted.outputs[0].token_ids
+        # 4 forced tokens cost one step, 3 none beyond the one before them, and 13 three.
+        assert got.speculation.steps <= wanted.speculation.steps - 14
+        assert got.speculation.accepted >= 14
+
+
 def test_the_draft_memory_is_that_of_a_fresh_prefill() -> None:
     target, draft = toy(), toy(seed=1)
     drafter = ModelDrafter(draft, "model:toy", target)
+    params = SamplingParams()
     text = [1, 2, 3]
     for step in range(12):
-        context = DraftContext(0, text, 3, SamplingParams(), KeyedDraws(5, len(text)), Role.DRAFT)
+        context = DraftContext(
+            0, text, 3, params, KeyedDraws(5, len(text)), Role.DRAFT, history_of(text, 3, params, vocab_size=40)
+        )
         proposal = proposed(drafter.propose([context], [step % 5])[0])
         fresh = ModelDrafter(toy(seed=1), "model:toy", target)
         again = proposed(fresh.propose([context], [step % 5])[0])

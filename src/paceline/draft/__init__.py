@@ -1,5 +1,6 @@
 """Drafters: whatever guesses the next tokens."""
 
+from .forced import ForcedDrafter
 from .guarded import GuardedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
@@ -10,6 +11,7 @@ from .vocabulary import check_same_vocabulary
 __all__ = [
     "DEFAULT_DRAFT_LENGTH",
     "DrafterSpec",
+    "ForcedDrafter",
     "GuardedDrafter",
     "LookupDrafter",
     "ModelDrafter",

@@ -39,9 +39,9 @@ class LookupDrafter:
         self._histories: dict[int, _History] = {}
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
-        """budgets[i] tokens where a suffix of contexts[i] occurred before, else none.
+        """contexts[i].start, and behind it what followed the last time that text stood there, if it did.
 
-        Raises InvariantError where a context is not what was observed.
+        budgets[i] tokens together, or `start` alone. Raises InvariantError where a context is not what was observed.
         """
         proposals: list[Proposal | PacelineError] = []
         for context, budget in zip(contexts, budgets, strict=True):
@@ -52,7 +52,9 @@ class LookupDrafter:
                     f"drafter lookup, request {context.request_id}: {len(context.tokens)} tokens are "
                     f"committed but {len(observed)} were observed; observe() every committed block once"
                 )
-            proposals.append(Proposal.point(history.continuation(budget) if history else ()))
+            start = context.start[:budget]
+            behind = history.continuation(start, budget - len(start)) if history else ()
+            proposals.append(Proposal.point((*start, *behind)))
         return proposals
 
     def observe(self, request_id: int, committed: Sequence[int], hidden: NDArray[Any] | None = None) -> None:
@@ -90,17 +92,18 @@ class _History:
             self._behind[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
-    def continuation(self, count: int) -> list[int]:
-        """`count` tokens that followed the longest known suffix, or none.
+    def continuation(self, start: tuple[int, ...], count: int) -> list[int]:
+        """`count` tokens that followed the longest known suffix of the text with `start` behind it, or none.
 
-        A copy that reaches the end of the text goes on into itself: the text had then repeated with period
-        end - place, and the guess is that it goes on doing so.
+        A copy that reaches the end goes on into `start` and then into itself: the text had then repeated with
+        period end - place, and the guess is that it goes on doing so.
         """
-        end = len(self.tokens)
+        end = len(self.tokens) + len(start)
+        tail = (*self.tokens[-self._max :], *start)
         for size in range(min(self._max, end), self._min - 1, -1):
-            place = self._behind.get(tuple(self.tokens[end - size :]))
+            place = self._behind.get(tail[len(tail) - size :])
             if place is not None:
-                drafts = self.tokens[place : place + count]
+                drafts = [*self.tokens[place : place + count], *start][:count]
                 while len(drafts) < count:
                     drafts.append(drafts[place - end])
                 return drafts

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import BadLogits, InvariantError, PacelineError, UnsupportedOption
-from ..sampling import TokenCounts, distribution
+from ..errors import BadLogits, InvariantError, NoLegalToken, PacelineError, UnsupportedOption
 from ..types import Backend, Distribution, DraftContext, Proposal, Segment
 from .vocabulary import check_same_vocabulary
 
@@ -27,10 +26,11 @@ class ModelDrafter:
     backend: the draft model; the drafter owns it and closes it. name: what outputs call the drafter.
     target: the target's backend; its vocabulary and stop ids are read here and it is not kept.
 
-    Drafts are drawn from the draft model's q under the request's own params (temperature, filters,
-    penalties over the same history as the target's row), and that very q goes along. At temperature 0
-    they are the argmax and the proposal is a point. One forward per draft depth serves all requests that
-    still draft; whoever has spent its budget, or drafted a token that ends it, drops out.
+    Drafts are drawn from the draft model's q under all the request's own options, over the same history as the
+    target's row (the context's `history`), and that very q goes along. At temperature 0 they are the argmax and
+    the proposal is a point. Drafts that are settled already (the context's `start`) come first, with a one-hot q;
+    a proposal of nothing else is a point too, and costs nothing. One forward per draft depth serves all requests
+    that still draft; whoever has spent its budget, drafted a token that ends it, or finds no legal one, drops out.
 
     KV memory: catch up, never patch. Each request has a slot and a list of what is cached there. A
     proposal first drops cached tokens that did not become the text, then forwards every committed token
@@ -38,7 +38,7 @@ class ModelDrafter:
     full acceptance, after steps without drafts, or after anything else.
 
     Where the vocabularies differ in length: ids that the draft model does not know have q = 0; a request
-    whose text holds one cannot be read by the draft model, so it gets empty proposals from then on.
+    whose text holds one cannot be read by the draft model, so nothing is drawn for it from then on.
 
     Raises UnsupportedOption for a draft model that cannot roll back, VocabularyMismatch.
     """
@@ -58,12 +58,12 @@ class ModelDrafter:
         self._unreadable: set[int] = set()
 
     def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
-        """Up to budgets[i] drafts for contexts[i]; fewer where the draft model's own context ends, none where
-        its KV memory is taken by the others.
+        """Up to budgets[i] drafts for contexts[i]; fewer where the draft model's own context ends, none but
+        `start` where its KV memory is taken by the others.
 
         A bad row, or a failed forward or rollback, is an error in the list for those it concerns.
         """
-        jobs = [_Job(c, min(b, self._room(c))) for c, b in zip(contexts, budgets, strict=True)]
+        jobs = [self._job(c, b) for c, b in zip(contexts, budgets, strict=True)]
         for job in jobs:
             try:
                 self._begin(job)
@@ -117,8 +117,13 @@ class ModelDrafter:
         """Drafts that fit the draft model's context. The last draft is never forwarded: hence the 1."""
         return self.backend.info.max_len - len(context.tokens) + 1
 
+    def _job(self, context: DraftContext, budget: int) -> _Job:
+        start = context.start[:budget]
+        q = [Distribution.one_hot(token, self._vocab_size) for token in start]
+        return _Job(context, min(budget, self._room(context)), list(start), q)
+
     def _begin(self, job: _Job) -> None:
-        """Bring the request's memory back to what is committed, or answer at once with nothing."""
+        """Bring the request's memory back to what is committed, or answer at once with what is settled."""
         context, n = job.context, job.num_committed
         if context.request_id in self._unreadable:
             job.finish()
@@ -127,14 +132,16 @@ class ModelDrafter:
             self.release(context.request_id)  # others can use what it held
             job.finish()
             return
-        if job.budget <= 0:
+        if job.num_settled >= job.budget:
             job.finish()
             return
         memory = self._memories.get(context.request_id)
-        new = context.tokens[memory.agreed if memory else 0 :]
-        if any(token >= self.backend.info.vocab_size for token in new):
+        if not self._readable(context.tokens[memory.agreed if memory else 0 :]):
             self.release(context.request_id)
             self._unreadable.add(context.request_id)
+            job.finish()
+            return
+        if not self._readable(job.drafts):
             job.finish()
             return
         if memory is None:
@@ -146,13 +153,9 @@ class ModelDrafter:
         if not self.backend.reserve(memory.slot, n + job.budget - 1):
             self.release(context.request_id)
             job.finish()
-            return
-        if context.params.has_penalties:
-            if memory.counts is None:
-                memory.counts = TokenCounts(context.tokens[: context.prompt_length])
-                memory.counted = context.prompt_length
-            memory.counts.add(context.tokens[memory.counted : n])
-            memory.counted = n
+
+    def _readable(self, tokens: Sequence[int]) -> bool:
+        return all(token < self.backend.info.vocab_size for token in tokens)
 
     def _rewind(self, memory: _Memory, context: DraftContext) -> None:
         """Forget cached tokens from the first that was not committed, and at least the last committed
@@ -201,15 +204,16 @@ class ModelDrafter:
         """Draw one token from the row behind everything cached. float[V of the draft model] -> a draft."""
         context, node = job.context, len(job.drafts)
         position = job.num_committed + node
-        counts = job.memory.counts
         try:
-            q = distribution(
-                self._fit(logits),
-                context.params,
-                counts.with_drafts(job.drafts) if counts is not None else None,
-            )
+            q = context.history.distribution(self._fit(logits), job.drafts)
+        except NoLegalToken:
+            job.finish()  # the target may know one that this model does not; this depends on earlier drafts only
+            return
         except BadLogits as bad:
             job.fail(BadLogits(f"drafter {self.name}, request {context.request_id}, position {position}: {bad}"))
+            return
+        except PacelineError as error:
+            job.fail(error)
             return
         token = context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)
         job.drafts.append(token)
@@ -236,30 +240,34 @@ class _Memory:
     """What the draft model holds of one request.
 
     cached: the tokens in the slot. agreed: how many of them, from the start, are known to be committed; they
-    are never compared again. counts: penalties' counts of the first `counted` committed tokens.
+    are never compared again.
     """
 
     slot: int
     cached: list[int] = field(default_factory=list)
     agreed: int = 0
-    counts: TokenCounts | None = None
-    counted: int = 0
 
 
 @dataclass(slots=True)
 class _Job:
-    """One request within one propose(). answer is None while it still drafts."""
+    """One request within one propose(). answer is None while it still drafts.
+
+    budget: drafts that may be in it, settled ones included; less than those where the draft model's context ends.
+    drafts, q: in the beginning the settled ones, num_settled of them.
+    """
 
     context: DraftContext
     budget: int
+    drafts: list[int]
+    q: list[Distribution]
     memory: _Memory = field(init=False)
     num_committed: int = field(init=False)
-    drafts: list[int] = field(default_factory=list)
-    q: list[Distribution] = field(default_factory=list)
+    num_settled: int = field(init=False)
     answer: Proposal | PacelineError | None = None
 
     def __post_init__(self) -> None:
         self.num_committed = len(self.context.tokens)
+        self.num_settled = len(self.drafts)
 
     @property
     def missing(self) -> int:
@@ -278,7 +286,7 @@ class _Job:
     def finish(self) -> None:
         """Answer with the drafts so far."""
         greedy = self.context.params.temperature == 0.0
-        sampled = self.drafts and not greedy
+        sampled = len(self.drafts) > self.num_settled and not greedy
         self.answer = Proposal.sampled(self.drafts, self.q) if sampled else Proposal.point(self.drafts)
 
     def fail(self, error: PacelineError) -> None:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import InvalidParams
 from ..types import Backend, Drafter
+from .forced import ForcedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
 from .none import NoDrafter
@@ -17,40 +18,57 @@ __all__ = ["DEFAULT_DRAFT_LENGTH", "DrafterSpec", "open_drafter", "parse_drafter
 DEFAULT_DRAFT_LENGTH = 4
 """Drafts per step where neither the caller nor the request says."""
 
-NAMES = ("auto", "none", "lookup", "model:NAME")
+FORCED = "forced"
+AUTO = "forced+lookup"
+NAMES = ("auto", "none", "lookup", "model:NAME", "forced", "forced+lookup", "forced+model:NAME")
 
 
 class DrafterSpec(NamedTuple):
-    """A drafter's name, taken apart. argument: the model's name for "model", else ""."""
+    """A drafter's name, taken apart.
+
+    argument: the model's name for "model", else "". forced: whether what a grammar forces is drafted first.
+    """
 
     kind: Literal["none", "lookup", "model"]
-    argument: str
+    argument: str = ""
+    forced: bool = False
 
 
 def parse_drafter(spec: str) -> DrafterSpec:
-    """Take "auto", "none", "lookup" or "model:NAME" apart; "auto" means lookup. Loads nothing.
+    """Take one of NAMES apart; "auto" means forced+lookup. Loads nothing.
 
     Raises InvalidParams that repeats `spec`, lists what exists and names the closest of it.
     """
     allowed = f"allowed: {', '.join(NAMES)}"
     if not isinstance(spec, str):
         raise InvalidParams(f"drafter = {spec!r}; {allowed}")
-    kind, colon, argument = spec.partition(":")
+    name = AUTO if spec == "auto" else spec
+    if name == FORCED:
+        return DrafterSpec("none", forced=True)
+    inner = name.removeprefix(f"{FORCED}+")
+    forced = inner != name
+    kind, colon, argument = inner.partition(":")
     if kind == "model":
         if not argument:
-            raise InvalidParams(f"drafter = {spec!r} names no model; write model:NAME, as in model:smollm2")
-        return DrafterSpec("model", argument)
-    if not colon and kind in ("auto", "lookup"):
-        return DrafterSpec("lookup", "")
-    if not colon and kind == "none":
-        return DrafterSpec("none", "")
-    close = get_close_matches(kind, [name.partition(":")[0] for name in NAMES], n=1)
-    hint = ""
-    if colon and close == [kind]:
-        hint = f"; {kind} takes nothing behind a colon"
-    elif close:
-        hint = f"; did you mean {'model:NAME' if close[0] == 'model' else close[0]}?"
-    raise InvalidParams(f"drafter = {spec!r}; {allowed}{hint}")
+            example = spec.partition(":")[0]
+            raise InvalidParams(f"drafter = {spec!r} names no model; write {example}:NAME, as in {example}:smollm2")
+        return DrafterSpec("model", argument, forced)
+    if kind == "lookup" and not colon:
+        return DrafterSpec("lookup", forced=forced)
+    if kind == "none" and not colon and not forced:
+        return DrafterSpec("none")
+    raise InvalidParams(f"drafter = {spec!r}; {allowed}{_hint(spec)}")
+
+
+def _hint(spec: str) -> str:
+    """What was meant, if that can be guessed."""
+    head, colon, _ = spec.partition(":")
+    close = get_close_matches(head, [name.partition(":")[0] for name in NAMES], n=1)
+    if colon and close == [head]:
+        return f"; {head} takes nothing behind a colon"
+    if close:
+        return f"; did you mean {next(name for name in NAMES if name.partition(':')[0] == close[0])}?"
+    return ""
 
 
 def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backend]) -> Drafter:
@@ -58,14 +76,19 @@ def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backe
 
     Raises what parse_drafter, open_backend and ModelDrafter raise; a backend that was opened is closed again.
     """
-    kind, model = parse_drafter(spec)
+    kind, model, forced = parse_drafter(spec)
+    inner = _open(kind, model, target, open_backend)
+    return ForcedDrafter(inner) if forced else inner
+
+
+def _open(kind: str, model: str, target: Backend, open_backend: Callable[[str], Backend]) -> Drafter:
     if kind == "none":
         return NoDrafter()
     if kind == "lookup":
         return LookupDrafter()
     backend = open_backend(model)
     try:
-        return ModelDrafter(backend, spec, target)
+        return ModelDrafter(backend, f"model:{model}", target)
     except BaseException:
         backend.close()
         raise
