@@ -97,6 +97,7 @@ def test_json_is_one_object_with_everything_in_it() -> None:
         "token_kinds",
         "finish_reason",
         "stop_reason",
+        "outputs",
         "usage",
         "speculation",
         "timing",

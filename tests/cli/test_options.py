@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline import LLM, SamplingParams
-from paceline.cli.options import NO_LIMIT, SamplingOptions, parse_bias, parse_max_tokens
-from paceline.params import NOT_YET
+from paceline.cli.constraints import ConstraintOptions
+from paceline.cli.sampling import NO_LIMIT, SamplingOptions, parse_bias, parse_max_tokens
 
 from .shell import error_line, paceline, toy
 
@@ -44,6 +44,14 @@ def tokens_of(llm: LLM, **params: Any) -> list[int]:
         (["--seed", "2"], {"seed": 2}),
         (["--stop-token-ids", "10", "--stop-token-ids", "11"], {"stop_token_ids": [10, 11]}),
         (["--stop", "d", "--stop", "s"], {"stop": ["d", "s"]}),
+        (["--stop-token-ids", "16", "--min-tokens", "9"], {"stop_token_ids": [16], "min_tokens": 9}),
+        (["--bad-words", "g", "--bad-words", "zj"], {"bad_words": ["g", "zj"]}),
+        (["--allowed-token-ids", "10", "--allowed-token-ids", "11"], {"allowed_token_ids": [10, 11]}),
+        (["--regex", "[a-c]+x"], {"grammar": {"regex": "[a-c]+x"}}),
+        (["--json-object"], {"grammar": {"json_object": True}}),
+        (["--json-object", "--no-whitespace"], {"grammar": {"json_object": True, "whitespace": False}}),
+        (["--regex", "[0-9]+", "--grammar-after", "rc"], {"grammar": {"regex": "[0-9]+"}, "grammar_after": "rc"}),
+        (["--regex", "[0-9]+", "--grammar-after-id", "18"], {"grammar": {"regex": "[0-9]+"}, "grammar_after": 18}),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -53,15 +61,37 @@ def test_an_option_is_the_parameter_of_the_same_name(llm: LLM, arguments: list[s
     assert toy(*PROMPT, "--seed", "1", *arguments)["token_ids"] == expected
 
 
-def test_every_parameter_of_this_version_is_an_option_and_no_later_one() -> None:
-    renamed = {"include_stop_str_in_output": "include_stop"}
-    offered = {f.name for f in fields(SamplingOptions)}
-    now = {renamed.get(f.name, f.name) for f in fields(SamplingParams) if f.name not in NOT_YET}
-    assert offered == now
+# Options of another name than the parameter they are, or are part of.
+RENAMED = {
+    "include_stop": "include_stop_str_in_output",
+    "json_schema": "grammar",
+    "json_object": "grammar",
+    "regex": "grammar",
+    "lark": "grammar",
+    "lenient": "grammar",
+    "no_whitespace": "grammar",
+    "grammar_after_id": "grammar_after",
+}
+NOT_IN_A_SHELL = {"logits_processors": "functions and objects of Python"}
+
+
+def test_every_parameter_is_an_option_and_nothing_else_is() -> None:
+    offered = {f.name for f in (*fields(SamplingOptions), *fields(ConstraintOptions))}
+    assert {RENAMED.get(name, name) for name in offered} == {f.name for f in fields(SamplingParams)} - set(
+        NOT_IN_A_SHELL
+    )
+    assert set(RENAMED) <= offered
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_every_option_has_a_help_text(command: str) -> None:
+    shown = paceline(command, "--help", COLUMNS="200").stdout
+    for f in (*fields(SamplingOptions), *fields(ConstraintOptions)):
+        assert f"--{f.name.replace('_', '-')} " in shown
 
 
 def test_defaults_are_those_of_the_library() -> None:
-    assert SamplingOptions().params() == SamplingParams()
+    assert SamplingOptions().params(**ConstraintOptions().keywords(stdin_taken="the prompt")) == SamplingParams()
 
 
 def test_stop_strings_are_cut_off_or_kept() -> None:
@@ -97,8 +127,9 @@ def test_draft_length_and_drafter() -> None:
     assert set(three["token_kinds"]) == {"accepted", "bonus"}
     off = toy(*own, "--draft-length", "0")
     assert (off["speculation"]["drafted"], off["speculation"]["tokens_per_step"]) == (0, 1.0)
-    assert toy(*PROMPT)["drafter"] == toy(*PROMPT, "--drafter", "auto")["drafter"] == "lookup"
-    assert toy(*PROMPT, "--drafter", "none")["drafter"] == "none"
+    assert toy(*PROMPT)["drafter"] == toy(*PROMPT, "--drafter", "auto")["drafter"] == "forced+lookup"
+    for name in ("none", "lookup", "forced", "forced+model:toy:5"):
+        assert toy(*PROMPT, "--drafter", name)["drafter"] == name
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block", "coupled"])
@@ -191,7 +222,13 @@ def test_a_model_without_a_template_continues_the_prompt_and_says_so(monkeypatch
         (["--max-len", "0"], "--max-len"),
         (["--max-len", "10"], "tokens"),
         (["--format", "yaml"], "yaml"),
-        (["--grammar", "x"], "--grammar"),
+        (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens = 9"),
+        (["--n", "0"], "n = 0"),
+        (["--logprobs", "-2"], "logprobs = -2"),
+        (["--prompt-logprobs", "-2"], "prompt_logprobs = -2"),
+        (["--logprobs-mode", "raw"], "logprobs_mode = 'raw'"),
+        (["--bad-words", ""], "bad_words[0] = ''"),
+        (["--allowed-token-ids", "9999"], "9999"),
         (["extra"], "extra"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

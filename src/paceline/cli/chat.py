@@ -16,11 +16,14 @@ from rich.console import Console
 from ..errors import InvalidInput, InvalidPrompt, PacelineError, UnsupportedOption
 from ..params import SamplingParams
 from ..types import StreamChunk
+from .constraints import ConstraintOptions
 from .exits import Debug, ReportedFailure, describe, say_error, say_note
 from .loading import Session, open_session
-from .options import ModelOptions, SamplingOptions
+from .logprobs import print_logprobs
+from .options import ModelOptions
 from .prompts import checked, decode
 from .report import stats_line
+from .sampling import SamplingOptions
 from .streaming import Message, TextWriter, run_request
 
 COMMANDS = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer"
@@ -70,6 +73,7 @@ class Conversation:
             self.writer.end()
             if answer.output.outputs[0].error is not None:
                 raise answer.output.outputs[0].error
+            print_logprobs(answer.output, self.params)
             if answer.output.outputs[0].finish_reason == "length":
                 say_note("the answer was cut: --max-tokens or --max-len")
             if self.stats:
@@ -80,6 +84,7 @@ class Conversation:
 def chat(
     *,
     sampling: SamplingOptions,
+    constraints: ConstraintOptions,
     models: ModelOptions,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What the model is told before the conversation.")
@@ -99,7 +104,9 @@ def chat(
     stops the answer that is being made after its present step; pressed again before that, the program. Lines
     may be piped in.
     """
-    params = sampling.params()
+    params = sampling.params(**constraints.keywords(stdin_taken="the conversation"))
+    if params.n > 1:
+        raise UnsupportedOption(f"--n {params.n}: a conversation goes on from one answer; `generate` has several")
     with open_session(models) as session:
         writer = TextWriter(show_drafts=show_drafts)
         conversation = Conversation(session, params, system, writer, stats)

@@ -15,8 +15,9 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -114,6 +115,16 @@ def say_error(message: str) -> None:
 def say_note(message: str) -> None:
     """`paceline: note: ...` on stderr: something the user should know, though nothing failed."""
     _say("note", message)
+
+
+@contextmanager
+def warnings_as_notes(kind: type[Warning]) -> Iterator[None]:
+    """Warnings of this kind that are given inside become notes, equal ones a single note."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", kind)
+        yield
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        say_note(message)
 
 
 def prepare_streams() -> None:

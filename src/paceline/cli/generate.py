@@ -10,17 +10,22 @@ import typer
 from ..errors import InvalidInput
 from ..params import SamplingParams
 from ..types import StreamChunk
+from .answer import answer_as_json
+from .constraints import ConstraintOptions
 from .exits import Debug, ReportedFailure, describe, say_error
 from .loading import open_session
-from .options import ModelOptions, OutputFormat, SamplingOptions
-from .prompts import read_prompt
-from .report import answer_as_json, error_as_json, print_json, print_stats
-from .streaming import TextWriter, as_request, run_request
+from .logprobs import print_logprobs
+from .options import ModelOptions, OutputFormat
+from .prompts import is_on_stdin, read_prompt
+from .report import error_as_json, print_json, print_stats
+from .sampling import SamplingOptions
+from .streaming import InTurn, TextWriter, as_request, run_request
 
 
 def generate(
     *,
     sampling: SamplingOptions,
+    constraints: ConstraintOptions,
     models: ModelOptions,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.")] = None,
     prompt_file: Annotated[
@@ -48,23 +53,28 @@ def generate(
 ) -> None:
     """Answer one prompt.
 
-    The text goes to stdout, everything else to stderr. `--format json` writes one object: text, token_ids,
-    token_kinds, finish_reason, usage, speculation, timing (seconds), model, drafter, seed, verification, and
-    error where there is one.
+    The text goes to stdout, everything else to stderr; with `--n` the texts go there one after another. `--format json`
+    writes one object: model, drafter, draft_length, verification, usage, speculation, timing (seconds), error where
+    there is one, and `outputs`, a list with one object for each sample: index, seed, text, token_ids, token_kinds,
+    finish_reason, stop_reason, logprobs, error. The fields of the first sample stand in the object itself too.
+    `logprobs`, and `prompt_logprobs` of the prompt, have one object for each token: token_id, text, logprob (null for
+    minus infinity), rank, and `top`, a list of the same for the likeliest tokens. The prompt's first token has null.
     """
     as_json = output_format is OutputFormat.JSON
     try:
         if as_json and show_drafts:
             raise InvalidInput("--show-drafts colours text; with --format json read the field token_kinds instead")
-        params = sampling.params()
+        taken = "the prompt" if is_on_stdin(prompt, prompt_file) else None
+        params = sampling.params(**constraints.keywords(stdin_taken=taken))
         text = read_prompt(prompt, prompt_file)
-        error = _answer(models, params, text, chat, as_json=as_json, stats=stats, show_drafts=show_drafts)
+        errors = _answer(models, params, text, chat, as_json=as_json, stats=stats, show_drafts=show_drafts)
     except Exception as failure:
         if as_json and not isinstance(failure, BrokenPipeError):
             print_json({"model": models.model, "drafter": models.drafter, "error": error_as_json(failure)})
         raise
-    if error is not None:
-        say_error(describe(error))
+    for said in errors:
+        say_error(said)
+    if errors:
         raise ReportedFailure
 
 
@@ -77,9 +87,9 @@ def _answer(
     as_json: bool,
     stats: bool,
     show_drafts: bool,
-) -> Exception | None:
-    """Load, run, write; the error that ended the request, if one did."""
-    with open_session(models) as session:
+) -> list[str]:
+    """Load, run, write; the errors that ended samples."""
+    with open_session(models, params.n) as session:
         request = as_request(session, text, chat)
         if as_json:
             answer = run_request(session, request, params, _drop)
@@ -88,12 +98,14 @@ def _answer(
             writer = TextWriter(show_drafts=show_drafts)
             writer.legend()
             try:
-                answer = run_request(session, request, params, writer.write)
+                answer = run_request(session, request, params, InTurn(writer, params.n).write)
             finally:
                 writer.end()
+            print_logprobs(answer.output, params)
         if stats:
             print_stats(answer)
-        return answer.output.outputs[0].error
+        failed = [one for one in answer.output.outputs if one.error is not None]
+        return [("" if params.n == 1 else f"sample {one.index}: ") + describe(one.error) for one in failed if one.error]
 
 
 def _drop(chunk: StreamChunk) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +13,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, Task, TextColumn,
 from rich.text import Text
 
 from ..errors import UnsupportedOption
-from .exits import say_note
+from .exits import warnings_as_notes
 from .options import ModelOptions
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
 Report = Callable[[str, int, int | None], None]
+MAX_SEQS = 16
+"""Samples at once; further ones wait until one is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ def progress_bar() -> Iterator[Report]:
 
 
 @contextmanager
-def open_session(options: ModelOptions) -> Iterator[Session]:
-    """Load target and drafter for one request at a time; closed at the end."""
+def open_session(options: ModelOptions, samples: int = 1) -> Iterator[Session]:
+    """Load target and drafter for one request at a time, of so many samples; closed at the end."""
     from ..draft import parse_drafter
 
     start = perf_counter()
@@ -78,16 +79,17 @@ def open_session(options: ModelOptions) -> Iterator[Session]:
     with progress_bar() as report:
         model = locate(options, options.model, report)
         with_drafter = options.drafter
-        if drafter.kind == "model":
-            with_drafter = f"model:{locate(options, drafter.argument, report)}"
+        if drafter.argument:
+            kind = options.drafter.removesuffix(drafter.argument)
+            with_drafter = f"{kind}{locate(options, drafter.argument, report)}"
         report(f"loading {options.model}", 0, None)
-        llm = _open(model, with_drafter, options, report)
+        llm = _open(model, with_drafter, min(samples, MAX_SEQS), options, report)
     with llm:
         off = llm.drafter.name == "none"
         yield Session(
             llm,
             options.model,
-            options.drafter if drafter.kind == "model" and not off else llm.drafter.name,
+            options.drafter if drafter.argument and not off else llm.drafter.name,
             perf_counter() - start,
         )
 
@@ -99,8 +101,8 @@ def is_toy(model: str) -> bool:
 
 def locate(options: ModelOptions, name: str, report: Report) -> str:
     """The path of a named model, fetched if it must be; toy models and hub ids are names for good."""
-    from ..llm import BACKENDS, chosen_backend
     from ..models import resolve, resolve_weights
+    from ..opening import BACKENDS, chosen_backend
 
     if is_toy(name) or options.backend not in BACKENDS:
         return name  # LLM refuses an unknown backend before it looks for the model
@@ -108,12 +110,8 @@ def locate(options: ModelOptions, name: str, report: Report) -> str:
     return str(resolve_weights(name, report) if kind == "hf" else resolve(name, report))
 
 
-def _open(model: str, drafter: str, options: ModelOptions, report: Report) -> LLM:
+def _open(model: str, drafter: str, max_seqs: int, options: ModelOptions, report: Report) -> LLM:
     from ..llm import LLM
 
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        llm = LLM(model, drafter=drafter, max_seqs=1, progress=report, **options.keywords())
-    for warning in caught:
-        say_note(str(warning.message))
-    return llm
+    with warnings_as_notes(RuntimeWarning):
+        return LLM(model, drafter=drafter, max_seqs=max_seqs, progress=report, **options.keywords())

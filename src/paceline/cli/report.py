@@ -1,4 +1,4 @@
-"""What a finished answer is reported as: one JSON object, or a small table."""
+"""What a finished answer is reported as: JSON, or small tables."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.table import Table
 
-from ..params import SamplingParams
 from ..types import SpeculationStats
 from .exits import is_utf8
-from .loading import Session
 from .streaming import Answer
 
 WIDE = 1000  # columns of a table that no terminal limits
@@ -40,52 +38,6 @@ def tokens_per_second(stats: SpeculationStats) -> float:
     """Emitted tokens per second of decoding; 0.0 before the first step."""
     seconds = decode_seconds(stats)
     return stats.emitted / seconds if seconds > 0 else 0.0
-
-
-def answer_as_json(session: Session, answer: Answer, params: SamplingParams) -> dict[str, Any]:
-    """The object of `--format json`; see `paceline generate --help` for its fields. Seconds, tokens, ratios."""
-    output, stats = answer.output, answer.output.speculation
-    completion = output.outputs[0]
-    result: dict[str, Any] = {
-        "model": session.model,
-        "drafter": session.drafter,
-        "draft_length": session.llm.engine.draft_length if params.draft_length is None else params.draft_length,
-        "seed": completion.seed,
-        "verification": completion.verification,
-        "text": completion.text,
-        "token_ids": list(completion.token_ids),
-        "token_kinds": list(completion.kinds),
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-        "usage": {
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(completion.token_ids),
-            "total_tokens": len(output.prompt_token_ids) + len(completion.token_ids),
-        },
-        "speculation": {
-            "steps": stats.steps,
-            "drafted": stats.drafted,
-            "accepted": stats.accepted,
-            "rejected": stats.rejected,
-            "emitted": stats.emitted,
-            "drafted_at": stats.drafted_at,
-            "accepted_at": stats.accepted_at,
-            "tokens_per_step": stats.tokens_per_step,
-            "acceptance_rate": stats.acceptance_rate,
-        },
-        "timing": {
-            "load_seconds": session.load_seconds,
-            "first_text_seconds": answer.first_text_seconds,
-            "total_seconds": answer.total_seconds,
-            "prefill_seconds": stats.prefill_seconds,
-            "decode_seconds": decode_seconds(stats),
-            **{f"{stage}_seconds": getattr(stats, f"{stage}_seconds") for stage in STAGES},
-            "tokens_per_second": tokens_per_second(stats),
-        },
-    }
-    if completion.error is not None:
-        result["error"] = error_as_json(completion.error)
-    return result
 
 
 def print_stats(answer: Answer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,7 +16,7 @@ from rich.text import Text
 from ..errors import InvariantError, UnsupportedOption
 from ..params import SamplingParams
 from ..types import RequestOutput, StreamChunk
-from .exits import say_note
+from .exits import say_note, warnings_as_notes
 from .loading import Session
 
 # Told apart without colour too: plain, bold, underlined.
@@ -86,6 +87,33 @@ class TextWriter:
         return self._console.encoding.lower().startswith("utf")
 
 
+class InTurn:
+    """Writes the samples of a request one after another: the first that is not over as it is made, the others after it.
+
+    Headings go to stderr, so that stdout holds nothing but the texts.
+    """
+
+    def __init__(self, writer: TextWriter, samples: int) -> None:
+        self._writer = writer
+        self._held: list[deque[StreamChunk]] = [deque() for _ in range(samples)]
+        self._turn = 0
+        self._begun = samples == 1  # a single one needs no heading
+
+    def write(self, chunk: StreamChunk) -> None:
+        """One step's text of one sample."""
+        self._held[chunk.index].append(chunk)
+        while self._turn < len(self._held) and self._held[self._turn]:
+            if not self._begun:
+                self._begun = True
+                print(f"--- sample {self._turn} of {len(self._held)}", file=sys.stderr, flush=True)
+            now = self._held[self._turn].popleft()
+            self._writer.write(now)
+            if now.finish_reason is not None:
+                self._writer.end()
+                self._turn += 1
+                self._begun = False
+
+
 def run_request(
     session: Session,
     prompt: str | Sequence[Message],
@@ -95,7 +123,9 @@ def run_request(
     """Stream one prompt or conversation into `write`. What `write` raises cancels the request."""
     start = perf_counter()
     first_text: float | None = None
-    with session.llm.stream(prompt, params) as stream:
+    with warnings_as_notes(UserWarning):  # what a lenient grammar dropped
+        stream = session.llm.stream(prompt, params)
+    with stream:
         for chunk in stream:
             if first_text is None and chunk.text:
                 first_text = perf_counter() - start
