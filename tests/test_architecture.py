@@ -36,8 +36,9 @@ ALLOWED: dict[str, set[str]] = {
     "engine": RULES | {"text", "draft", "schedule", "backend"} | ENGINE,
     "opening": BASE | {"models", "backend"},
     "llm": RULES | {"text", "draft", "schedule", "backend", "models", "opening"} | ENGINE,
-    "engine_thread": BASE | {"llm"} | ENGINE,
+    "engine_thread": BASE | {"llm", "sampling"} | ENGINE,
     "async_engine": BASE | {"llm", "engine_thread"} | ENGINE,
+    "bench": BASE | {"llm", "async_engine", "draft", "models", "opening", "backend"} | ENGINE,
 }
 
 

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import PacelineError
 from .params import SamplingParams
-from .types import CompletionOutput, DraftContext, Drafter, Proposal, RequestOutput, SpeculationStats, StreamChunk
+from .types import (
+    CompletionOutput,
+    DraftContext,
+    Drafter,
+    Logprob,
+    Proposal,
+    RequestOutput,
+    Score,
+    SpeculationStats,
+    StreamChunk,
+)
 
 if TYPE_CHECKING:
     from .async_engine import AsyncEngine
@@ -23,10 +33,12 @@ __all__ = [
     "CompletionOutput",
     "DraftContext",
     "Drafter",
+    "Logprob",
     "PacelineError",
     "Proposal",
     "RequestOutput",
     "SamplingParams",
+    "Score",
     "SpeculationStats",
     "StreamChunk",
     "__version__",

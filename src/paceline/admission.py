@@ -13,7 +13,7 @@ from typing import Literal
 from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError
 from .params import SamplingParams
 from .rng import derive_seed, fresh_seed
-from .sampling import GrammarCompiler, History, bad_word_sequences, cloned
+from .sampling import CompiledGrammar, GrammarCompiler, History, bad_word_sequences, cloned
 from .sequence import Group, Sequence
 from .text import TextStream
 from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request
@@ -29,18 +29,25 @@ def admit_request(
     prompt_ids: Seq[int],
     params: SamplingParams,
     prompt: str | None = None,
+    grammar: CompiledGrammar | None = None,
 ) -> list[Sequence]:
-    """A sequence for each of the n samples. Raises UnsupportedOption, InvalidPrompt or InvalidParams."""
+    """A sequence for each of the n samples. Raises UnsupportedOption, InvalidPrompt or InvalidParams.
+
+    grammar: that of params, where it was compiled before.
+    """
     info, tokenizer = backend.info, backend.tokenizer
     if params.stop_strings:
         tokenizer.encode("")  # a model without text would never find them; says so
     _check_params(params, info)
     bad_words = bad_word_sequences(params.bad_words or (), tokenizer)
-    grammar = grammars.compile(params.grammar) if params.grammar is not None else None
+    if grammar is None and params.grammar is not None:
+        grammar = grammars.compile(params.grammar)
     ids = _checked_prompt(prompt_ids, info)
-    stop_ids = frozenset(params.stop_token_ids or ())
+    end_ids = frozenset(params.stop_token_ids or ())
     if not params.ignore_eos:
-        stop_ids |= info.stop_ids
+        end_ids |= info.stop_ids
+    if params.grammar_after in end_ids:
+        raise InvalidParams(f"grammar_after = {params.grammar_after}; allowed: a token that does not end the request")
     group = Group(prompt)
     seed = fresh_seed() if params.seed is None else params.seed
     for index in range(params.n):
@@ -56,7 +63,7 @@ def admit_request(
         one = Sequence(
             request=request,
             limit=_limit(params, ids, info),
-            stop_ids=stop_ids,
+            end_ids=end_ids,
             stream=TextStream(
                 tokenizer.token_bytes, params.stop_strings, params.include_stop_str_in_output, params.min_tokens
             ),
@@ -66,9 +73,9 @@ def admit_request(
                 tokens,
                 len(ids),
                 info.vocab_size,
-                end_ids=stop_ids,
+                end_ids=end_ids,
                 bad_words=bad_words,
-                grammar=grammar.start(stop_ids, params.grammar_after) if grammar is not None else None,
+                grammar=grammar.start(end_ids, params.grammar_after) if grammar is not None else None,
             ),
             processors=cloned(params.logits_processors or ()),
             token_bytes=tokenizer.token_bytes,
@@ -124,7 +131,8 @@ def admit_proposal(
         fault = _q_fault(answer)
     if fault is not None:
         raise DrafterError(f"{who}: {fault}")
-    return answer.first(sequence.num_useful(answer.tokens))
+    sampled = answer.kind == "sampled" and sequence.request.verification != "coupled"
+    return answer.first(sequence.num_useful(answer.tokens, sampled=sampled))
 
 
 def _q_fault(proposal: Proposal) -> str | None:

@@ -22,9 +22,9 @@ from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
 from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
-from .sampling import GrammarCompiler
+from .sampling import CompiledGrammar, GrammarCompiler
 from .schedule import Scheduler, Turn, parts
-from .sequence import Sequence, TargetRows
+from .sequence import Group, Sequence, TargetRows
 from .types import Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
 from .verify import verify_block, verify_point, verify_rejection
 
@@ -95,9 +95,19 @@ class Engine:
         """Whether step() would do anything."""
         return bool(self.waiting or self.running)
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams, *, prompt: str | None = None) -> int:
-        """Queue a request, all its samples; its id. What cannot be honoured is refused here, by name."""
-        samples = admit_request(self.backend, self.grammars, self._next_id, prompt_ids, params, prompt)
+    def add(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        grammar: CompiledGrammar | None = None,
+    ) -> int:
+        """Queue a request, all its samples; its id. What cannot be honoured is refused here, by name.
+
+        grammar: that of params, where `grammars` compiled it before.
+        """
+        samples = admit_request(self.backend, self.grammars, self._next_id, prompt_ids, params, prompt, grammar)
         self._next_id += len(samples)
         for sequence in samples:
             self._scheduler.add(sequence)
@@ -158,7 +168,11 @@ class Engine:
         everybody = [*self.running, *self.waiting]
         chunks = [self._emit(s) for s in everybody if s.finish_reason or s.request.request_id in decoded]
         t4 = perf_counter()
-        for w in work:
+        booked: set[Group] = set()  # samples of one request share a step: its time is theirs once
+        for w in sorted(work, key=lambda w: not w.turn.decode):
+            if w.sequence.group in booked:
+                continue
+            booked.add(w.sequence.group)
             stats = w.sequence.stats
             if w.turn.decode:
                 stats.draft_seconds += t2 - t1

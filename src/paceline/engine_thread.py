@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 from .errors import BackendError, EngineClosed, EngineDead, EngineError, EngineFull, InvariantError, PacelineError
 from .llm import LLM, Message, Prompt
 from .params import SamplingParams
+from .sampling import CompiledGrammar
 from .types import StreamChunk
 
 END: Final = object()
@@ -36,7 +37,7 @@ END: Final = object()
 class Ticket:
     """One request on its way. All but the mailbox belongs to the engine thread once it is submitted.
 
-    prompt: what was asked; ids, text: what became of it. whole: the reader wants the last chunk only.
+    prompt: what was asked; ids, text, grammar: what became of it. whole: the reader wants the last chunk only.
     over: its reader has left, or has been told how it ended.
     loop, mail: the reader's event loop, and its letters: the request id, then chunks; or an error; or END.
     """
@@ -48,6 +49,7 @@ class Ticket:
     mail: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     text: str | None = None
     ids: Seq[int] = ()
+    grammar: CompiledGrammar | None = None
     request_id: int | None = None
     over: bool = False
 
@@ -55,8 +57,8 @@ class Ticket:
 class EngineThread:
     """The engine thread, and the tokenizer thread in front of it.
 
-    Tokenising has one thread of its own: a long prompt stops neither an event loop nor a step, prompts keep their
-    order, and a tokenizer need not be thread-safe.
+    Tokenising has one thread of its own: a long prompt stops neither an event loop nor a step, and prompts keep their
+    order.
     """
 
     def __init__(self, llm: LLM, max_waiting: int) -> None:
@@ -94,7 +96,7 @@ class EngineThread:
     @property
     def num_running(self) -> int:
         """Requests that hold a slot; in the middle of a step a snapshot. None once the thread has ended."""
-        return min(len(self.engine.running), len(self._in_flight))
+        return len({sequence.request.first_id for sequence in list(self.engine.running)})
 
     def post(self, command: Callable[[], object]) -> None:
         """Have the engine thread do something between steps."""
@@ -175,7 +177,8 @@ class EngineThread:
         try:
             ticket.text, ticket.ids = self.llm.encode(prompt)
             if ticket.params.grammar is not None:
-                self.engine.grammars.compile(ticket.params.grammar)  # may take a second, which no step should wait for
+                # It may take a second, which no step should wait for.
+                ticket.grammar = self.engine.grammars.compile(ticket.params.grammar)
         except BaseException as error:
             self.post(partial(self._finish, ticket, _typed(error, "tokenising the prompt")))
         else:
@@ -250,7 +253,9 @@ class EngineThread:
         while self._line and len(self._entered) < self.capacity:
             ticket = self._line.popleft()
             try:
-                ticket.request_id = self.engine.add(ticket.ids, ticket.params, prompt=ticket.text)
+                ticket.request_id = self.engine.add(
+                    ticket.ids, ticket.params, prompt=ticket.text, grammar=ticket.grammar
+                )
             except Exception as error:
                 self._finish(ticket, _typed(error, "adding the request"))
                 continue

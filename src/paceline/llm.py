@@ -26,7 +26,8 @@ from .errors import (
 from .models import Progress
 from .opening import LACKS, Options, checked_options, chosen_backend, open_backend
 from .params import SamplingParams, integer
-from .types import Backend, Drafter, RequestOutput, Score, StreamChunk, Tokenizer
+from .sampling import spelled
+from .types import Backend, Drafter, Logprobs, RequestOutput, Score, StreamChunk, Tokenizer
 
 Prompt = str | Seq[int]
 Message = Mapping[str, Any]
@@ -197,14 +198,13 @@ class LLM:
         """How likely the model finds each continuation behind its prompt, token by token.
 
         Raw logprobs: of the model's logits as they are, whatever anybody's sampling options. A continuation that is
-        text is tokenised on its own, as the bytes that follow the prompt. Both together need room for one token more.
+        text is tokenised on its own, as the bytes that follow the prompt. The prompt has at least one token, and both
+        together need room for one more.
         """
-        pairs = list(zip(_as_list(prompts), _as_list(continuations), strict=False))
-        if not len(pairs) == len(_as_list(prompts)) == len(_as_list(continuations)):
-            raise InvalidInput(
-                f"{len(_as_list(prompts))} prompts, {len(_as_list(continuations))} continuations; pair them"
-            )
-        asked = _each("pair", pairs, lambda pair: (self._encode(pair[0])[1], self._encode_bare(pair[1])))
+        before, behind = _as_list(prompts), _as_list(continuations)
+        if len(before) != len(behind):
+            raise InvalidInput(f"{len(before)} prompts for {len(behind)} continuations; give one for each")
+        asked = _each("pair", list(zip(before, behind, strict=True)), self._encode_pair)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self._run([(None, [*prompt, *rest]) for prompt, rest in asked], [params] * len(asked))
         return [_score(output, len(prompt)) for output, (prompt, _) in zip(outputs, asked, strict=True)]
@@ -256,14 +256,21 @@ class LLM:
             raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
         return None, list(prompt)
 
+    def _encode_pair(self, pair: tuple[Prompt, Prompt]) -> tuple[Seq[int], Seq[int]]:
+        prompt = self._encode(pair[0])[1]
+        if not prompt:
+            raise InvalidPrompt(f"prompt = {pair[0]!r} has no tokens; a continuation is scored behind at least one")
+        return prompt, self._encode_bare(pair[1])
+
     def _encode_bare(self, continuation: Prompt) -> Seq[int]:
         """Token ids of a text that stands behind another: nothing is put in front of it."""
-        if isinstance(continuation, str):
-            ids: Seq[int] = self.backend.tokenizer.encode(continuation, add_special=False)
+        if not isinstance(continuation, str):
+            ids: Seq[int] | None = self._encode(continuation)[1]
         else:
-            ids = self._encode(continuation)[1]
+            ids = spelled(self.backend.tokenizer, continuation)
         if not ids:
-            raise InvalidPrompt(f"continuation = {continuation!r} has no tokens; give at least one")
+            why = "has no tokens; give at least one" if ids is not None else "cannot be written in this vocabulary"
+            raise InvalidPrompt(f"continuation = {continuation!r} {why}")
         return ids
 
     def _encode_chat(self, messages: Seq[Message]) -> tuple[str, list[int]]:
@@ -272,13 +279,13 @@ class LLM:
         return text, tokenizer.encode(text, parse_special=True)
 
     def _add(self, ids: Seq[int], params: SamplingParams, text: str | None) -> int:
-        if params.grammar is not None:
-            self.engine.grammars.compile(params.grammar)  # may take a second, which no step should wait for
+        # Compiling may take a second, which no step should wait for.
+        grammar = self.engine.grammars.compile(params.grammar) if params.grammar is not None else None
         with self._lock:
             if self._over:
                 raise InvalidInput(f"this LLM ({self.backend.info.model}) {self._over}")
             self._drop_abandoned()
-            request_id = self.engine.add(ids, params, prompt=text)
+            request_id = self.engine.add(ids, params, prompt=text, grammar=grammar)
             self._inbox[request_id] = deque()
             return request_id
 
@@ -404,8 +411,8 @@ def _score(output: RequestOutput, start: int) -> Score:
     if output.prompt_logprobs is None:
         raise error or InvariantError(f"request {output.request_id} ended before its prompt was scored")
     ids = output.prompt_token_ids[start:]
-    rows = output.prompt_logprobs[start:]
-    return Score(ids, tuple(row[token].logprob for token, row in zip(ids, rows, strict=True) if row is not None))
+    rows = cast(Seq[Logprobs], output.prompt_logprobs[start:])
+    return Score(ids, tuple(row[token].logprob for token, row in zip(ids, rows, strict=True)))
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:

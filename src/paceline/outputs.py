@@ -38,7 +38,7 @@ class SpeculationStats:
 
     @classmethod
     def sum(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
-        """Counters and times of several samples together. Steps in which two of them were verified count twice."""
+        """Counters and times of several samples together. A step in which two of them were verified counts as two."""
         total = cls()
         for part in parts:
             for name in (f.name for f in fields(cls)):

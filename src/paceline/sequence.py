@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .errors import BadLogits, PacelineError, ProcessorError
+from .errors import BadLogits, InvariantError, PacelineError, ProcessorError
 from .sampling import History, cloned, processed_logprobs, raw_logprobs, run_processors
 from .text import TextStream
 from .types import (
@@ -67,7 +67,7 @@ class Sequence:
 
     request: Request
     limit: int
-    stop_ids: frozenset[int]
+    end_ids: frozenset[int]
     stream: TextStream
     tokens: list[int]
     history: History
@@ -132,10 +132,16 @@ class Sequence:
 
     def score_prompt(self, logits: NDArray[Any]) -> None:
         """float[n, V]: the rows that prompt_rows() wanted, in order."""
+        top = self.request.params.prompt_logprobs
+        if top is None:
+            return
         for row in logits:
-            token = self.request.prompt_ids[len(self.prompt_logprobs)]
-            top = self.request.params.prompt_logprobs or 0
-            self.prompt_logprobs.append(self._described(raw_logprobs(row, token, top)))
+            position = len(self.prompt_logprobs)
+            try:
+                entries = raw_logprobs(row, self.request.prompt_ids[position], top)
+            except BadLogits as error:
+                raise _located(error, self, position) from error
+            self.prompt_logprobs.append(self._described(entries))
 
     # --- drafts -------------------------------------------------------------------------------------
 
@@ -143,12 +149,9 @@ class Sequence:
         """Whether `drafts`, were they committed, would end the sample."""
         return self.history.is_over(drafts) or self.stream.look_ahead(drafts) is not None
 
-    def num_useful(self, drafts: Seq[int]) -> int:
-        """How many of the drafts are worth a row: those up to the first that is illegal or ends the sample.
-
-        What a cut there depends on is the drafts before it only, so it is exact for sampled proposals too.
-        """
-        useful = self.history.num_useful(drafts)
+    def num_useful(self, drafts: Seq[int], *, sampled: bool) -> int:
+        """How many of the drafts, from the first, are worth a row; see History."""
+        useful = self.history.num_useful(drafts, sampled=sampled)
         return self.stream.look_ahead(drafts[:useful]) or useful
 
     # --- the output ---------------------------------------------------------------------------------
@@ -184,7 +187,7 @@ class Sequence:
 
     def _ends_at(self, token: int) -> bool:
         params = self.request.params
-        if token in self.stop_ids:
+        if token in self.end_ids:
             if params.include_stop_str_in_output:
                 self.stream.push(token)
             self.finish("stop", stop_reason=token)
@@ -290,16 +293,15 @@ class TargetRows:
             try:
                 self._rows[i] = self._row(i)
             except (BadLogits, ProcessorError) as error:
-                if error is not self._errors.get(i - 1):
-                    position = len(self._sequence.tokens) + i
-                    error = type(error)(f"request {self._sequence.request.request_id}, position {position}: {error}")
-                self._errors[i] = error
+                known = error is self._errors.get(i - 1)
+                self._errors[i] = error if known else _located(error, self._sequence, len(self._sequence.tokens) + i)
                 self._rows[i] = Distribution.one_hot(0, self._logits.shape[-1])
         return self._rows[i]
 
     def check(self, i: int) -> None:
         """Raise what went wrong with row i, whose token is to be taken."""
-        self[i]
+        if i not in self._rows:
+            raise InvariantError(f"a token was taken from row {i}, which no rule asked for")
         if i in self._errors:
             raise self._errors[i]
 
@@ -317,8 +319,8 @@ class TargetRows:
 
     def _row(self, i: int) -> Distribution:
         drafts = self._drafts[:i]
-        if i and self._sequence.is_over(drafts):
-            # Whatever is drawn behind a draft that ends the sample is cut at commit: any row will do.
+        if i and i == len(self._drafts) and self._sequence.is_over(drafts):
+            # Only the last draft can end the sample; what is drawn behind it is cut at commit, and any row will do.
             return Distribution.one_hot(0, self._logits.shape[-1])
         return self._sequence.history.distribution(self._processed(i), drafts)
 
@@ -333,6 +335,13 @@ class TargetRows:
             tokens = (*self._sequence.tokens, *self._drafts[:i])
             row = run_processors(self._processors[i], tokens, row)
         return row
+
+
+def _located(error: PacelineError, sequence: Sequence, position: int) -> PacelineError:
+    """The error with its place in front, and its cause behind it."""
+    located = type(error)(f"request {sequence.request.request_id}, position {position}: {error}")
+    located.__cause__ = error.__cause__
+    return located
 
 
 def _grow(counts: list[int], length: int) -> None:

@@ -22,7 +22,8 @@ page                 a fixed number of tokens' keys and values; a slot is a list
 published            pages of committed tokens that other sequences with the same beginning may share
 sample               one of the n outputs of a request, each with a seed of its own; the engine runs them as sequences
 constraint           what makes tokens illegal: a grammar, allowed ids, bad words, min_tokens
-forced               the only continuation that a grammar leaves
+forced               of tokens: the only one that a grammar leaves
+end id               ends a sample when it is emitted: the model's stop ids unless ignore_eos, and stop_token_ids
 preempted            running, then put back in the queue because memory ran out; computed anew later
 """
 
@@ -329,7 +330,7 @@ class Segment:
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back. May be called from two threads: one tokenises while another steps an engine."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -440,7 +441,7 @@ class RowHistory(Protocol):
         ...
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens: how the only continuation that the grammar leaves is usually written."""
+        """At most `limit` tokens, each the only one that the grammar leaves; () where it leaves a choice."""
         ...
 
 
@@ -451,7 +452,7 @@ class DraftContext:
     tokens: the committed tokens, prompt and output (a live view: do not keep or write). prompt_length: how
     many of them are prompt. draws and role: what to draw with (TARGET when the request is verified
     coupled, else DRAFT): draft i is draws.pick(q_i, len(tokens) + i, role, node=i).
-    history: the road from a drafter's logits to its q. start: drafts that are settled already; a proposal begins
+    history: the road from a drafter's logits to its q. start: forced drafts; a proposal begins
     with them and they count towards its budget.
     """
 

@@ -1,7 +1,7 @@
 """The exact law of what comes out with forced drafts, where the forced text can be written in several ways.
 
-A grammar forces a text, not tokens: "ab" may come as one token or as two. The forced tokens are then a guess like any
-other, and every rule must leave the law as it is.
+The grammar here forces a text and not tokens: "ab" may come as one token or as two, which is harder than the grammars
+that are shipped. The forced tokens are then a guess like any other, and every rule must leave the law as it is.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidPrompt
+from paceline.sampling.constrain import Grammar
 
 Language = tuple[Any, ...]
 EMPTY: Language = ("empty",)
@@ -89,6 +90,13 @@ def only(x: Language) -> bytes:
         x = after_byte(x, nexts[0])
     return data
 
+
+# Two and three characters, halves of characters, a token twice, nonsense, control tokens; the last is the model's end.
+ODD = (
+    *("ab", "bc", "aa", "abc", "éa", "b中", "\n\n", "ab"),
+    *(b"\xc3", b"\xa9b", b"a\xe4\xb8", b"\xad", b"\xff", b"\xffab", b"\xfe", b"a\xff", b"\xa9\xa9", b"", b"", b""),
+)
+PIECES = [*(c.encode() for c in CHARACTERS), *(p.encode() if isinstance(p, str) else p for p in ODD)]
 
 Pair = tuple[str, Language]  # a regular expression as it is written, and what it means
 
@@ -247,3 +255,34 @@ class Reference:
                 break
             forced += options
         return forced
+
+
+class CountingMatcher:
+    """Counts what a real matcher is asked to do."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.consumed = self.rolled_back = self.calls = self.copies = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        taken: int = self.matcher.try_consume_tokens(tokens)
+        self.consumed += taken
+        self.calls += len(tokens)
+        return taken
+
+    def deep_copy(self) -> Any:
+        self.copies += 1
+        return self.matcher.deep_copy()
+
+    def rollback(self, count: int) -> bool:
+        self.rolled_back += count
+        return bool(self.matcher.rollback(count))
+
+
+def counted(grammar: Grammar) -> CountingMatcher:
+    spy = CountingMatcher(grammar._matcher)
+    grammar._matcher = spy  # type: ignore[assignment]
+    return spy

@@ -12,7 +12,7 @@ logprobs.py     the numbers that are reported
 The same road serves plain, accepted, recovered and bonus rows of the target, and the drafter's q.
 """
 
-from .constrain import Grammar, GrammarCompiler
+from .constrain import CompiledGrammar, Grammar, GrammarCompiler
 from .counts import TokenCounts
 from .fast import distribution
 from .history import History
@@ -20,8 +20,10 @@ from .logprobs import processed_logprobs, raw_logprobs
 from .masks import bad_word_sequences
 from .processors import cloned, run_processors
 from .reference import reference_distribution
+from .spelling import spelled
 
 __all__ = [
+    "CompiledGrammar",
     "Grammar",
     "GrammarCompiler",
     "History",
@@ -33,4 +35,5 @@ __all__ = [
     "raw_logprobs",
     "reference_distribution",
     "run_processors",
+    "spelled",
 ]

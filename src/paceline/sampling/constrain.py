@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import InvariantError, NoLegalToken, PacelineError, UnsupportedOption
+from ..errors import InvalidParams, InvariantError, NoLegalToken, UnsupportedOption
 from ..types import Tokenizer
 from .grammar_source import refusal, source_of
+from .spelling import spelled
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -59,10 +60,12 @@ class GrammarCompiler:
         key = json.dumps(spec)  # not sorted: the order of properties is the order in which they are written
         with self._lock:
             compiled = self._compiled.pop(key, None)
-            if compiled is None:
-                if self._vocabulary is None:
-                    self._vocabulary = _Vocabulary(self._tokenizer, self._stop_ids)
-                compiled = self._vocabulary.compile(spec)
+            if self._vocabulary is None:
+                self._vocabulary = _Vocabulary(self._tokenizer, self._stop_ids)
+            vocabulary = self._vocabulary
+        if compiled is None:  # without the lock: whoever asks for a known grammar does not wait for a new one
+            compiled = vocabulary.compile(spec)
+        with self._lock:
             self._compiled[key] = compiled
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
@@ -88,6 +91,23 @@ class CompiledGrammar:
         """
         return Grammar(self._vocabulary, self._matcher.deep_copy, end_ids, after)
 
+    def refuse_unusable(self, kind: str) -> None:
+        """Raise InvalidParams where nothing can be written, UnsupportedOption where drafts could not be taken back."""
+        legal = self.start(frozenset()).legal()
+        assert legal is not None
+        if not legal.any():
+            allowed = "only the empty text" if self._matcher.deep_copy().is_accepting() else "no text at all"
+            raise InvalidParams(
+                f"grammar[{kind!r}] allows {allowed}, in the tokens of this model; nothing can follow it"
+            )
+        # Whether llguidance can go back does not depend on where it stands.
+        walker = self._matcher.deep_copy()
+        if walker.try_consume_tokens([int(legal.argmax())]) != 1 or not walker.rollback(1):
+            said = walker.get_error().partition("\n")[0]
+            raise UnsupportedOption(
+                f"grammar[{kind!r}] is not supported, drafts must be taken back: llguidance says {said}"
+            )
+
 
 class _Vocabulary:
     """A tokenizer as llguidance wants it: the bytes of all tokens, and behind them one end token that nobody emits."""
@@ -103,7 +123,7 @@ class _Vocabulary:
         self._tokenizer = tokenizer
         self._ids = {piece: token for token, piece in reversed(list(enumerate(self.pieces))) if piece}
         self._longest = max(map(len, self._ids))
-        self.first_of = lru_cache(maxsize=4096)(self._first_of)
+        self._written = lru_cache(maxsize=4096)(self._first_of)
         bare = [token for token, piece in enumerate(self.pieces) if not piece]
         # llguidance marks special tokens with 0xff. No text holds that byte, so a token with it is never legal, and
         # neither is an empty one.
@@ -126,7 +146,9 @@ class _Vocabulary:
         if matcher.is_error():
             lenient = self._matcher(source_of({**spec, "lenient": True})[1]) if kind == "json_schema" else matcher
             raise refusal(kind, matcher.get_error(), lenient.get_grammar_warnings())
-        return CompiledGrammar(self, matcher)
+        compiled = CompiledGrammar(self, matcher)
+        compiled.refuse_unusable(kind)
+        return compiled
 
     def _matcher(self, source: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
@@ -137,8 +159,7 @@ class _Vocabulary:
     def encode(self, text: bytes | str) -> list[int]:
         """Tokens whose bytes are exactly `text`, if possible as the tokenizer would write it.
 
-        Tokenizers that put a space in front (SentencePiece) are asked for the text behind a line break instead. Where
-        that does not help, and for parts of characters, always the longest token that fits; the tokens end before a
+        Where it would not, and for parts of characters, always the longest token that fits; the tokens end before a
         byte that no token begins with.
         """
         data = text.encode() if isinstance(text, str) else text
@@ -146,27 +167,19 @@ class _Vocabulary:
             whole = codecs.getincrementaldecoder("utf-8")().decode(data)
         except UnicodeDecodeError:
             return self._greedy(data)
-        size = len(whole.encode())
-        for before in ("", "\n") if whole else ():
-            try:
-                tokens = self._tokenizer.encode(before + whole, add_special=False)
-            except PacelineError:
-                break
-            rest, at = size, len(tokens)
-            while rest > 0 and at > 0:
-                at -= 1
-                rest -= len(self.pieces[tokens[at]])
-            if b"".join(self.pieces[token] for token in tokens[at:]) == data[:size]:
-                return tokens[at:] + self._greedy(data[size:])
-        return self._greedy(data)
+        tokens = spelled(self._tokenizer, whole) if whole else []
+        return self._greedy(data) if tokens is None else tokens + self._greedy(data[len(whole.encode()) :])
 
-    def _first_of(self, text: bytes) -> tuple[int, bool] | None:
+    def first_of(self, text: bytes) -> tuple[int, bool] | None:
         """How `text` begins when it is written: the token, and whether that is all of it. None if it cannot be."""
-        start = text if len(text) <= MAX_WRITTEN else text[:MAX_WRITTEN].decode(errors="ignore").encode()
+        return self._written(text[:MAX_WRITTEN], len(text) <= MAX_WRITTEN)
+
+    def _first_of(self, start: bytes, whole: bool) -> tuple[int, bool] | None:
+        """first_of of a text that begins with `start`, or is it."""
         tokens = self.encode(start)
         if not tokens or tokens[0] in self.stop_ids or sum(len(self.pieces[t]) for t in tokens) < len(start):
             return None
-        return tokens[0], len(self.pieces[tokens[0]]) == len(text)
+        return tokens[0], whole and len(tokens) == 1
 
     def _greedy(self, data: bytes) -> list[int]:
         tokens: list[int] = []
@@ -244,7 +257,7 @@ class Grammar:
             return self._nothing
         state = self._state(len(rest))
         if state.failure is not None:
-            raise NoLegalToken(f"the grammar's parser gave up {len(rest)} drafts further on: {state.failure}")
+            raise NoLegalToken(f"the grammar's parser gave up: {state.failure}; simplify the grammar")
         return state.legal
 
     def num_legal(self, drafts: Sequence[int]) -> int:

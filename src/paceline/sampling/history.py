@@ -14,9 +14,11 @@ from .constrain import Grammar
 from .counts import TokenCounts
 from .fast import distribution
 from .masks import Masks
-from .rows import as_row
+from .rows import as_row, refuse_row
 
 __all__ = ["History"]
+
+CONSTRAINTS = ("allowed_token_ids", "bad_words", "min_tokens", "grammar")
 
 
 class History:
@@ -62,18 +64,19 @@ class History:
         legal = self._grammar.legal(drafts) if self._grammar is not None else None
         if legal is not None:
             constrained = np.where(legal, constrained, -np.inf).astype(row.dtype, copy=False)
+        if constrained is not row and not np.isfinite(row.max()):
+            refuse_row(row)  # a mask must not hide what is wrong with the model
         counts = self._counts.with_drafts(drafts) if self._counts is not None else None
         try:
             return distribution(constrained, self._params, counts)
         except BadLogits:
-            if constrained is row or not np.isfinite(row.max()) or constrained.max() > -np.inf:
+            if constrained is row or constrained.max() > -np.inf:
                 raise
-            raise NoLegalToken(
-                "grammar, allowed_token_ids, bad_words and min_tokens together leave no token that may follow"
-            ) from None
+            names = [name for name in CONSTRAINTS if getattr(self._params, name)]
+            raise NoLegalToken(f"{', '.join(names)} together leave no token that may follow; loosen one") from None
 
     def forced(self, limit: int) -> tuple[int, ...]:
-        """At most `limit` tokens: how the only continuation that the grammar leaves is usually written."""
+        """At most `limit` tokens, each the only one that the grammar leaves; () where it leaves a choice."""
         return self._grammar.forced(limit) if self._grammar is not None else ()
 
     def is_over(self, drafts: Sequence[int] = ()) -> bool:
@@ -86,13 +89,17 @@ class History:
         length = len(self._tokens) - self._prompt_length + len(drafts)
         return self._grammar is not None and length >= self._params.min_tokens and self._grammar.is_over(drafts)
 
-    def num_useful(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts, from the first, there are up to one that is illegal or that ends the sample."""
+    def num_useful(self, drafts: Sequence[int], *, sampled: bool = True) -> int:
+        """How many of the drafts, from the first, are worth a row: legal ones, up to one that ends the sample.
+
+        sampled: whether q will judge them. Then the first illegal one stays, to be rejected by its own row: a sampled
+        draft may be left out for what stands before it, never for what it is.
+        """
         end = next((i + 1 for i, token in enumerate(drafts) if token in self._end_ids), len(drafts))
         if self._grammar is None:
             return end
         legal = self._grammar.num_legal(drafts[:end])
-        return min(end, legal if self._grammar.is_over(drafts[:legal]) else legal + 1)
+        return min(end, legal if not sampled or self._grammar.is_over(drafts[:legal]) else legal + 1)
 
     def commit(self, token: int) -> None:
         """`token` was appended to tokens."""

@@ -12,6 +12,7 @@ from ..errors import InvalidParams, InvalidPrompt
 from ..params import SamplingParams
 from ..types import IntArray, Tokenizer
 from .rows import Row
+from .spelling import spelled
 
 __all__ = ["Masks", "bad_word_sequences"]
 
@@ -38,36 +39,18 @@ def bad_word_sequences(words: Iterable[str | Sequence[int]], tokenizer: Tokenize
 
 def _spellings(word: str, name: str, tokenizer: Tokenizer) -> list[Run]:
     """The runs whose text is exactly `word`, or `word` behind one space."""
-    plain, fault = _encode(word, tokenizer)
-    runs = [plain]
-    if _text(plain, tokenizer) != word.encode("utf-8", "surrogatepass"):
-        # Some vocabularies (SentencePiece) put a space in front of every text: `plain` is then what the word is behind
-        # a space, and what it is alone shows behind a line break.
-        line, _ = _encode(f"\n{word}", tokenizer)
-        runs += [line[i:] for i in range(1, len(line))]
-    texts = [word]
-    if not word[0].isspace():
-        texts.append(f" {word}")
-        runs.append(_encode(texts[1], tokenizer)[0])
-    wanted = {text.encode("utf-8", "surrogatepass") for text in texts}
-    exact = [run for run in runs if _text(run, tokenizer) in wanted]
+    texts = [word] if word[0].isspace() else [word, f" {word}"]
+    exact = [tuple(run) for run in (spelled(tokenizer, text) for text in texts) if run]
     if exact:
         return exact
+    fault = "its tokens have no text"
+    try:
+        plain = tuple(tokenizer.encode(word, add_special=False))
+    except InvalidPrompt as error:
+        plain, fault = (), str(error)
     if plain and all(map(tokenizer.token_bytes, plain)):
         return [plain]  # a tokenizer that reads another text than was written, say in lower case
-    raise InvalidParams(f"{name}; this vocabulary cannot spell it ({fault or 'its tokens have no text'})")
-
-
-def _encode(text: str, tokenizer: Tokenizer) -> tuple[Run, str]:
-    """The tokens of a text and "", or none and the reason: what has no tokens cannot come out either."""
-    try:
-        return tuple(tokenizer.encode(text, add_special=False)), ""
-    except InvalidPrompt as error:
-        return (), str(error)
-
-
-def _text(run: Run, tokenizer: Tokenizer) -> bytes:
-    return b"".join(map(tokenizer.token_bytes, run))
+    raise InvalidParams(f"{name}; this vocabulary cannot spell it ({fault})")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
