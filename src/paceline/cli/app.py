@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .bench import bench_app
 from .chat import chat
 from .demo import demo
 from .exits import Commands, Debug
@@ -27,6 +28,7 @@ app.command("generate")(expand_options(generate))
 app.command("chat")(expand_options(chat))
 app.command("rule")(rule)
 app.command("demo")(expand_options(demo))
+app.add_typer(bench_app, name="bench")
 app.add_typer(models_app, name="models")
 
 

@@ -1,0 +1,245 @@
+"""`paceline bench`: counts, pairing and reports on the toy model. How fast anything is decides no test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .shell import error_line, paceline, started
+
+PEER = Path(__file__).parents[1] / "bench" / "example_peer.py"
+TOY = ["--model", "toy", "--no-guard", "--max-tokens", "12"]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> str:
+    """Two categories, of two prompts and of one."""
+    rows = [("a", "hello there hello"), ("a", "one two one two"), ("b", "abc abc")]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(
+        "\n".join(
+            json.dumps({"question_id": i, "category": c, "turns": [t, "never asked"]}) for i, (c, t) in enumerate(rows)
+        )
+    )
+    return str(path)
+
+
+def bench(command: str, prompts: str, *options: str) -> dict[str, Any]:
+    """The report as JSON; notes on stderr are allowed."""
+    result = paceline("bench", command, *TOY, "--prompts", prompts, "--format", "json", *options)
+    assert result.exit_code == 0, result.stderr
+    value = json.loads(result.stdout)
+    assert isinstance(value, dict)
+    assert value["kind"] == command
+    return value
+
+
+def test_run_reports_each_category(prompts: str) -> None:
+    """Catches prompts that are not asked, and second turns that are."""
+    report = bench("run", prompts, "--drafter", "model:toy", "-k", "3", "--repeats", "2", "--temperature", "1")
+    cells = {c["category"]: c for c in report["cells"]}
+    assert {name: (c["runs"], c["tokens"]) for name, c in cells.items()} == {
+        "a": (4, 48), "b": (2, 24), "mean": (6, 72),
+    }  # fmt: skip
+    assert cells["a"]["tokens_per_step"] == 4.0
+    assert cells["a"]["acceptance_at"] == [1.0, 1.0, 1.0]
+    assert report["contenders"] == [{"name": "K = 3", "peer": False, "drafter": "model:toy", "draft_length": 3}]
+    assert report["workload"]["prompts"] == {"a": 2, "b": 1}
+
+
+def test_run_without_drafting(prompts: str) -> None:
+    """Catches a plain run that drafts."""
+    for off in (("-k", "0"), ("--drafter", "none")):
+        (cell,) = bench("run", prompts, *off, "--category", "b")["cells"]
+        assert (cell["contender"], cell["drafted"], cell["tokens_per_step"]) == ("plain", 0, 1.0)
+
+
+def test_compare_pairs_everybody_with_plain(prompts: str) -> None:
+    """Catches cells that are missing, ratios without partners, and texts that differ on a model whose do not."""
+    report = bench(
+        "compare", prompts, "-d", "model:toy", "-k", "2", "-k", "4", "--temperature", "0", "--temperature", "1",
+        "-c", "1", "-c", "2", "--repeats", "2",
+    )  # fmt: skip
+    names = ["plain", "K = 2", "K = 4", "adaptive"]
+    assert [c["name"] for c in report["contenders"]] == names
+    keys = [(c["concurrency"], c["temperature"], c["contender"], c["category"]) for c in report["cells"]]
+    wanted = [(n, t, name, c) for n in (1, 2) for t in (0.0, 1.0) for name in names for c in ("a", "b", "mean")]
+    assert sorted(keys) == sorted(wanted)
+    for cell in report["cells"]:
+        assert (cell["ratio"] is None) == (cell["contender"] == "plain")
+        assert cell["same_text"] == cell["runs"]
+        if cell["contender"] != "plain":
+            assert (
+                cell["ratio"]["low"] is None or cell["ratio"]["low"] <= cell["ratio"]["ratio"] <= cell["ratio"]["high"]
+            )
+    tokens = {c["contender"]: c["tokens"] for c in report["cells"] if c["category"] == "mean" and c["concurrency"] == 1}
+    assert set(tokens.values()) == {6 * 12}
+    assert {len(r["results"]) for r in report["runs"] if r["concurrency"] == 2} == {2}
+    assert len(report["runs"]) == 4 * 2 * (3 + 2) * 2
+
+
+def test_compare_with_a_peer(prompts: str) -> None:
+    """Catches a peer that gets no turns, or whose name is lost."""
+    report = bench("compare", prompts, "--peer", f"letters={sys.executable} {PEER}", "--baseline", "letters")
+    (about,) = [c for c in report["contenders"] if c["peer"]]
+    assert about["engine"] == "letters 1.0"
+    cells = {(c["contender"], c["category"]): c for c in report["cells"]}
+    assert cells["letters", "a"]["tokens"] == 24
+    assert cells["letters", "a"]["ratio"] is None
+    assert cells["plain", "a"]["ratio"]["n"] == 2
+    assert report["warnings"] == []
+
+
+def test_a_peer_that_dies_is_a_warning(prompts: str) -> None:
+    """Catches a comparison that is lost because one engine fell over."""
+    report = bench("compare", prompts, "--peer", f"letters={sys.executable} {PEER} dies")
+    assert any("peer letters ended (exit status 3)" in warning for warning in report["warnings"])
+    assert {c["tokens"] for c in report["cells"] if c["contender"] == "plain"} == {24, 12, 36}
+
+
+def test_step_shows_every_stage(prompts: str) -> None:
+    """Catches a stage, a drafter or a draft length that is left out."""
+    report = bench("step", prompts, "-d", "lookup", "-d", "model:toy", "-k", "2", "--repeats", "1", "--top-p", "0.9")
+    rows = {r["contender"]: r for r in report["steps"]}
+    assert list(rows) == ["plain", "lookup K = 2", "lookup adaptive", "model:toy K = 2", "model:toy adaptive"]
+    assert rows["plain"]["drafts_per_step"] == 0
+    assert rows["model:toy K = 2"]["drafts_per_step"] == 2
+    for row in rows.values():
+        stages = [row[f"{stage}_us"] for stage in ("draft", "forward", "verify", "other")]
+        assert all(stage >= 0 for stage in stages)
+        assert row["share_outside"] == pytest.approx(1 - row["forward_us"] / sum(stages))
+    assert report["workload"]["sampling"]["top_p"] == 0.9
+
+
+def test_load_has_a_row_for_each_traffic(prompts: str) -> None:
+    """Catches readers that are not served, and limits that are not said."""
+    report = bench("load", prompts, "-c", "2", "--rate", "200", "--requests", "5", "--first-token-ms", "250")
+    rows = [(r["traffic"], r["contender"], r["requests"], r["tokens"]) for r in report["loads"]]
+    assert rows == [(t, c, 5, 60) for t in ("2 at once", "200 a second") for c in ("plain", "adaptive")]
+    assert report["limits"] == {"first_token_seconds": 0.25, "per_token_seconds": 0.1}
+    only = bench("load", prompts, "--rate", "300", "--requests", "2", "--no-adaptive")
+    assert [r["traffic"] for r in only["loads"]] == ["300 a second"]
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "step", "load"])
+def test_all_formats_say_the_same(prompts: str, tmp_path: Path, command: str) -> None:
+    """Catches a format that one command cannot make, and a saved report that cannot be shown again."""
+    files = [tmp_path / f"r.{suffix}" for suffix in ("json", "md", "html")]
+    outputs = [word for file in files for word in ("-o", str(file))]
+    few = ["--requests", "2"] if command == "load" else ["--repeats", "1"]
+    made = paceline("bench", command, *TOY, "--prompts", prompts, *few, *outputs)
+    assert made.exit_code == 0, made.stderr
+    assert "model: toy on toy" in made.stdout
+    assert "idle machine: not waited for: switched off" in made.stdout
+    assert files[1].read_text().startswith("# ")
+    assert files[2].read_text().startswith("<!DOCTYPE html>")
+    again = paceline("bench", "report", str(files[0]), "--format", "markdown")
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout == files[1].read_text()
+    page = paceline("bench", "report", str(files[0]), "--format", "html")
+    assert page.stdout == files[2].read_text()
+
+
+def test_the_small_set_needs_no_file() -> None:
+    """Catches a package without its prompts."""
+    result = paceline("bench", "run", *TOY, "--limit", "1", "--format", "json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["workload"]["prompts"] == {
+        "question": 1, "story": 1, "summary": 1, "rewrite": 1, "code_edit": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["compare", "--no-plain", "--no-adaptive"], "nothing is left to measure"),
+        (["compare", "--baseline", "K = 9"], "baseline = 'K = 9'; allowed: plain, adaptive"),
+        (["compare", "--peer", "vllm"], "NAME=COMMAND"),
+        (["compare", "--peer", "plain=true"], "each with a name of its own"),
+        (["compare", "-d", "lokup"], "did you mean lookup?"),
+        (["compare", "--temperature", "0", "--temperature", "-1"], "temperature"),
+        (["run", "--category", "c"], "category 'c' is not in the prompts"),
+        (["run", "--max-prompt-tokens", "2"], "no prompt fits"),
+        (["run", "--threads", "2"], "--threads 2 is not an option of a toy model"),
+        (["run", "-o", "report.pdf"], "allowed: a name that ends in"),
+        (["step", "-o", "/nowhere/at/all/x.md"], "make it first"),
+        (["load", "--rate", "0"], "rate = 0.0"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(prompts: str, options: list[str], said: str) -> None:
+    """Catches an option that is ignored, a traceback, and a refusal that comes after the measuring."""
+    result = paceline("bench", options[0], *TOY, "--prompts", prompts, *options[1:])
+    assert result.exit_code == 2, result.stderr
+    assert said in error_line(result)
+
+
+def test_only_a_comparison_has_a_baseline(prompts: str, tmp_path: Path) -> None:
+    """Catches an option that is ignored."""
+    file = tmp_path / "r.json"
+    paceline("bench", "run", *TOY, "--prompts", prompts, "-o", str(file))
+    result = paceline("bench", "report", str(file), "--baseline", "plain")
+    assert result.exit_code == 2
+    assert "holds no comparison" in error_line(result)
+
+
+def test_help_says_what_the_commands_do() -> None:
+    """Catches a command that is not registered."""
+    result = paceline("bench", "--help")
+    assert result.exit_code == 0
+    for name in ("run", "compare", "step", "load", "report"):
+        assert name in result.stdout
+
+
+def test_an_interrupt_leaves_nothing_behind(prompts: str, tmp_path: Path) -> None:
+    """Catches half a report, a temporary file, and a peer that goes on by itself."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    marker = tmp_path / "pid"
+    peer = tmp_path / "peer.py"
+    peer.write_text(f"import os, runpy\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\n"
+                    f"runpy.run_path({str(PEER)!r}, run_name='__main__')\n")  # fmt: skip
+    options = [
+        *TOY,
+        "--prompts",
+        prompts,
+        "--repeats",
+        "100000",
+        "-o",
+        str(folder / "r.json"),
+        "-o",
+        str(folder / "r.html"),
+    ]
+    with started("bench", "compare", *options, "--peer", f"letters={sys.executable} {peer}") as process:
+        until = time.monotonic() + 60
+        while not (marker.exists() and marker.read_text()) and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(1.0)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert list(folder.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(marker.read_text()), 0)
+
+
+@pytest.mark.model
+def test_a_real_model_is_compared(model_path: Any, prompts: str) -> None:
+    """Catches what a toy does not have: a chat template, end tokens, a model file to name."""
+    path = str(model_path("smollm2:bf16"))
+    result = paceline(
+        "bench", "compare", "-m", path, "--prompts", prompts, "--limit", "1", "--max-tokens", "8", "--threads", "1",
+        "-k", "2", "--no-guard", "--format", "json",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["workload"]["template"] is True
+    assert report["model"]["file"] == Path(path).name
+    assert report["model"]["quantisation"] == "BF16"
+    assert all(0 < c["tokens"] <= 16 for c in report["cells"] if c["category"] == "mean")
