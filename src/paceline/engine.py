@@ -23,9 +23,9 @@ from .errors import BackendError, DrafterError, InvalidParams, InvariantError, P
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
 from .sampling import CompiledGrammar, GrammarCompiler
-from .schedule import Scheduler, Turn, parts
+from .schedule import MAX_DRAFTS, Candidate, Controller, FixedLengths, Scheduler, Turn, parts
 from .sequence import Group, Sequence, TargetRows
-from .types import Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
+from .types import FORCED, Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
 from .verify import verify_block, verify_point, verify_rejection
 
 EMPTY = Proposal.point(())
@@ -40,8 +40,14 @@ class Work:
     sequence: Sequence
     turn: Turn
     draws: Draws
+    candidate: Candidate | None = None
     proposal: Proposal = EMPTY
     logits: np.ndarray | None = None
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """New tokens in the forward, and those cached before them."""
+        return len(self.proposal) + 1 if self.turn.decode else self.turn.prefill, self.sequence.cached
 
     @property
     def num_rows(self) -> int:
@@ -52,8 +58,9 @@ class Work:
 class Engine:
     """Runs requests on one backend with one drafter, up to max_seqs at once, first come first served.
 
-    draft_length: drafts per step where a request does not say. make_draws(seed, step_start): the source of
-    all randomness; tests put an enumerator there. Not thread-safe.
+    draft_length: drafts per step where a request does not say; None leaves it to `controller`, which decides anew in
+    every step. make_draws(seed, step_start): the source of all randomness; tests put an enumerator there.
+    Not thread-safe.
     """
 
     def __init__(
@@ -63,12 +70,15 @@ class Engine:
         *,
         max_seqs: int | None = None,
         draft_length: int | None = None,
+        controller: Controller | None = None,
         make_draws: Callable[[int, int], Draws] = KeyedDraws,
     ) -> None:
         info = backend.info
         self.backend, self.drafter, self.make_draws = backend, GuardedDrafter(drafter), make_draws
         self.max_seqs = integer("max_seqs", info.max_slots if max_seqs is None else max_seqs, 1)
-        self.draft_length = integer("draft_length", DEFAULT_DRAFT_LENGTH if draft_length is None else draft_length, 0)
+        self.controller = FixedLengths() if controller is None or draft_length is not None else controller
+        most = DEFAULT_DRAFT_LENGTH if controller is None else MAX_DRAFTS
+        self.draft_length = integer("draft_length", most if draft_length is None else draft_length, 0)
         if not 1 <= self.max_seqs <= info.max_slots:
             raise InvalidParams(f"max_seqs = {max_seqs!r}; allowed: 1 to {info.max_slots} on {info.model}")
         if info.max_step_tokens < 2 * self.max_seqs:
@@ -79,6 +89,11 @@ class Engine:
         self.grammars = GrammarCompiler(backend.tokenizer, info.stop_ids)
         self._scheduler: Scheduler[Sequence] = Scheduler(backend, self.max_seqs)
         self._next_id = 0
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether draft lengths are decided in every step, where a request does not say."""
+        return isinstance(self.controller, Controller)
 
     @property
     def waiting(self) -> deque[Sequence]:
@@ -153,14 +168,16 @@ class Engine:
         ]
         self._introduce()
         t1 = perf_counter()
-        self._propose([w for w in work if w.turn.drafts and w.sequence.finish_reason is None])
+        self._draft([w for w in work if w.sequence.finish_reason is None])
         t2 = perf_counter()
         forward_seconds = 0.0
         able = [w for w in work if w.sequence.finish_reason is None]
         for part in parts([w.num_rows for w in able], self.max_rows):
             start = perf_counter()
             self._score(able[part])
-            forward_seconds += perf_counter() - start
+            seconds = perf_counter() - start
+            self.controller.observe_forward([w.share for w in able[part]], seconds)
+            forward_seconds += seconds
             for w in able[part]:
                 self._verify_and_commit(w)
         t3 = perf_counter()
@@ -168,6 +185,8 @@ class Engine:
         everybody = [*self.running, *self.waiting]
         chunks = [self._emit(s) for s in everybody if s.finish_reason or s.request.request_id in decoded]
         t4 = perf_counter()
+        depth = max((len(w.candidate.proposal or ()) for w in work if w.candidate is not None), default=0)
+        self.controller.observe_step(depth, t2 - t1, t4 - t0 - (t2 - t1) - forward_seconds)
         booked: set[Group] = set()  # samples of one request share a step: its time is theirs once
         for w in sorted(work, key=lambda w: not w.turn.decode):
             if w.sequence.group in booked:
@@ -214,7 +233,23 @@ class Engine:
         too_many = not turn.decode and sequence.prompt_rows(turn.prefill) > self.max_rows
         return Turn(prefill=self.max_rows) if too_many else turn
 
-    def _propose(self, work: list[Work]) -> None:
+    def _draft(self, work: list[Work]) -> None:
+        """Ask for as many drafts as seem worth it, and keep as many of them as are."""
+        others = [w.share for w in work if not w.turn.decode]
+        decoding = [w for w in work if w.turn.decode]
+        for w in decoding:
+            s, asked = w.sequence, w.sequence.request.params.draft_length
+            name = self.drafter.inner.name.removeprefix(f"{FORCED}+")
+            w.candidate = Candidate(s.request.request_id, w.share, w.turn.drafts, asked is not None, name)
+        candidates = [w.candidate for w in decoding if w.candidate is not None]
+        budgets = self.controller.budgets(candidates, others)
+        self._propose([(w, budget) for w, budget in zip(decoding, budgets, strict=True) if budget])
+        for one, w in zip(candidates, decoding, strict=True):
+            one.proposal = w.proposal
+        for w, length in zip(decoding, self.controller.lengths(candidates, others), strict=True):
+            w.proposal = w.proposal.first(length)
+
+    def _propose(self, work: list[tuple[Work, int]]) -> None:
         if not work:
             return
         contexts = [
@@ -227,14 +262,14 @@ class Engine:
                 role=Role.TARGET if w.sequence.request.verification == "coupled" else Role.DRAFT,
                 history=w.sequence.history,
             )
-            for w in work
+            for w, _ in work
         ]
-        answers = self.drafter.propose(contexts, [w.turn.drafts for w in work])
-        for w, answer in zip(work, answers, strict=True):
+        answers = self.drafter.propose(contexts, [budget for _, budget in work])
+        for (w, budget), answer in zip(work, answers, strict=True):
             try:
                 who = f"drafter {self.drafter.inner.name}, request {w.sequence.request.request_id}"
                 vocab_size = self.backend.info.vocab_size
-                w.proposal = admit_proposal(answer, who, w.turn.drafts, vocab_size, w.sequence)
+                w.proposal = admit_proposal(answer, who, budget, vocab_size, w.sequence)
             except PacelineError as error:
                 w.sequence.finish("error", error=error)
             except Exception as error:
@@ -271,8 +306,12 @@ class Engine:
                 sequence.score_prompt(w.logits)
                 sequence.cached += w.turn.prefill
             else:
+                position = len(sequence.tokens)
                 rows = TargetRows(sequence, w.proposal.tokens, w.logits)
-                taken = sequence.commit(self._verify(w, rows), rows)
+                verdict = self._verify(w, rows)
+                taken = sequence.commit(verdict, rows)
+                if w.candidate is not None:
+                    self.controller.observe(w.candidate, position, taken, verdict.num_accepted, len(w.proposal))
                 sequence.cached = len(sequence.tokens) - 1
                 if sequence.finish_reason is None:
                     self.backend.truncate(sequence.slot, sequence.cached)
@@ -308,4 +347,5 @@ class Engine:
         return sequence.chunk()
 
     def _release_drafter(self, sequence: Sequence) -> None:
+        self.controller.forget(sequence.request.request_id)
         self.drafter.release(sequence.request.request_id)

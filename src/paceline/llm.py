@@ -24,9 +24,10 @@ from .errors import (
     UnsupportedOption,
 )
 from .models import Progress
-from .opening import LACKS, Options, checked_options, chosen_backend, open_backend
+from .opening import LACKS, Options, checked_options, chosen_backend, cost_table, open_backend
 from .params import SamplingParams, integer
 from .sampling import spelled
+from .schedule import Controller
 from .types import Backend, Drafter, Logprobs, RequestOutput, Score, StreamChunk, Tokenizer
 
 Prompt = str | Seq[int]
@@ -43,7 +44,10 @@ class LLM:
     "toy" or "toy:SEED"; or an open Backend, which one LLM at a time may use.
     drafter: "auto" (forced+lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be, "forced" (what a
     grammar leaves no choice about), "forced+lookup", "forced+model:NAME"; or a Drafter.
-    draft_length: drafts per step where a request does not say. max_seqs: requests at once, by default 16.
+    draft_length: drafts per step where a request does not say; by default the engine decides in every step, by what a
+    forward costs on this machine and how good the drafts have been. measure: whether that cost is measured when the
+    model is opened, for two seconds, once for a model and machine; without it draft_length is 4.
+    max_seqs: requests at once, by default 16.
     max_len: tokens of one sequence, prompt and output. n_threads: default one per physical core (hf: what
     PyTorch is set to; a setting of the whole process).
     max_step_tokens: tokens of one forward; prompts are read in chunks of half of it.
@@ -76,6 +80,7 @@ class LLM:
         page_size: int | None = None,
         prefix_cache: bool | None = None,
         compile: bool | None = None,  # noqa: A002 - the word users know from PyTorch
+        measure: bool | None = None,
         progress: Progress | None = None,
     ) -> None:
         given = checked_options(
@@ -96,7 +101,14 @@ class LLM:
         try:
             self.backend = self._open_model(model, backend, given, progress)
             self.drafter = self._open_drafter(drafter, backend, given, progress)
-            self.engine = Engine(self.backend, self.drafter, max_seqs=given.get("max_seqs"), draft_length=draft_length)
+            adaptive = draft_length is None and self.drafter.name != NoDrafter.name and self._measures(measure)
+            self.engine = Engine(
+                self.backend,
+                self.drafter,
+                max_seqs=given.get("max_seqs"),
+                draft_length=draft_length,
+                controller=Controller(cost_table(self.backend, progress)) if adaptive else None,
+            )
         except BaseException:
             self._owned.close()
             raise
@@ -105,6 +117,12 @@ class LLM:
         self._inbox: dict[int, deque[StreamChunk]] = {}
         self._abandoned: deque[int] = deque()
         self._over = ""  # why it takes no more requests
+
+    def _measures(self, measure: bool | None) -> bool:
+        """Whether the cost of a step is to be measured. What a toy's forward costs means nothing."""
+        if measure is not None and not isinstance(measure, bool):
+            raise InvalidParams(f"measure = {measure!r}; allowed: True or False")
+        return self.backend.info.name != "toy" if measure is None else measure
 
     def _open_model(
         self, model: str | Path | Backend, backend: str, options: Options, progress: Progress | None

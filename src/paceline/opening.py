@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
-from .errors import InvalidParams, UnsupportedOption
+from .errors import InvalidInput, InvalidParams, UnsupportedOption
 from .models import Progress, backend_of, resolve, resolve_weights
 from .params import integer
-from .types import Backend
+from .paths import cache_dir
+from .schedule import CostTable
+from .types import Backend, BackendInfo
 
 BACKENDS = ("auto", "llamacpp", "hf", "toy")
 # backend -> options it does not have, and why.
@@ -78,6 +84,42 @@ def open_backend(
     from .backend.llamacpp import LlamaCppBackend
 
     return LlamaCppBackend(resolve(model, progress), clip_max_len=clip_max_len, progress=progress, **had)
+
+
+def cost_table(backend: Backend, progress: Progress | None = None) -> CostTable:
+    """What a forward of `backend`, which nobody uses yet, costs: as measured before for this model and machine, or now.
+
+    A table from the cache is held against a few forwards; one that no longer fits is measured anew.
+    """
+    path = _costs_file(backend.info)
+    try:
+        table = CostTable.from_json(path.read_text()) if path is not None else None
+    except (OSError, InvalidInput):
+        table = None
+    if table is not None and table.fits(backend):
+        return table
+    report = progress or (lambda description, done, total: None)
+    name = f"measuring {backend.info.model}"
+    table = CostTable.measure(backend, progress=lambda share: report(name, int(1000 * share), 1000))
+    if path is not None:
+        _write(path, table.to_json())
+    return table
+
+
+def _costs_file(info: BackendInfo) -> Path | None:
+    if info.fingerprint is None:
+        return None
+    key = f"{info.fingerprint}, {platform.node()}, {os.cpu_count()} processors, {info.max_step_tokens} tokens a step"
+    return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all. A cache that cannot be written is none."""
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text)
+        part.replace(path)
 
 
 def chosen_backend(model: str | Path, backend: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .errors import ModelError
 
-__all__ = ["cache_dir"]
+__all__ = ["cache_dir", "file_fingerprint"]
 
 
 def cache_dir() -> Path:
@@ -24,3 +24,10 @@ def cache_dir() -> Path:
     xdg = Path(os.environ.get("XDG_CACHE_HOME") or "")
     # The XDG specification has relative paths ignored.
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "paceline"
+
+
+def file_fingerprint(path: Path) -> str:
+    """What tells this file, or this folder's files, from others and from what it was before; nothing is read."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat()) for file in files if file.is_file()]
+    return f"{path}: " + ", ".join(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)

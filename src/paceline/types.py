@@ -29,16 +29,15 @@ preempted            running, then put back in the queue because memory ran out;
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import InvalidDistribution, InvalidInput, PacelineError
+from .errors import InvalidDistribution, PacelineError
 from .outputs import (
     CompletionOutput,
     FinishReason,
@@ -51,8 +50,10 @@ from .outputs import (
     TokenKind,
 )
 from .params import SamplingParams, Verification
+from .proposal import FORCED, Proposal, Verdict
 
 __all__ = [
+    "FORCED",
     "Backend",
     "BackendInfo",
     "CompletionOutput",
@@ -147,95 +148,6 @@ class Distribution:
         return self.at(None)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Proposal:
-    """Draft tokens for one request in one step, as a tree in which parents precede children.
-
-    tokens: node i's token. parents: node i's parent, -1 for a child of the root (the last committed token).
-    kind: "point" or "sampled". q: for "sampled", ``q[parents[i] + 1]`` is the distribution node i was
-    drawn from (an array [rows, V] or a sequence of Distribution); None for "point".
-    replacement: whether siblings were drawn with replacement. sources: (name, number of drafts) in order, where
-    drafts of different quality stand behind one another; whoever estimates acceptance keeps them apart. It has no part
-    in any rule.
-    """
-
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]
-    kind: Literal["point", "sampled"]
-    q: Sequence[Any] | NDArray[Any] | None = None
-    replacement: bool = True
-    sources: tuple[tuple[str, int], ...] = ()
-
-    @classmethod
-    def point(cls, tokens: Iterable[int], parents: Iterable[int] | None = None) -> Proposal:
-        """Tokens chosen without a distribution to answer for. `parents` defaults to a chain."""
-        toks, pars = _tree(tokens, parents)
-        return cls(toks, pars, "point")
-
-    @classmethod
-    def sampled(
-        cls,
-        tokens: Iterable[int],
-        q: Sequence[Any] | NDArray[Any],
-        parents: Iterable[int] | None = None,
-        replacement: bool = True,
-    ) -> Proposal:
-        """Tokens really drawn from the rows of `q`. `parents` defaults to a chain.
-
-        Raises InvalidInput where q has too few rows for the tree.
-        """
-        toks, pars = _tree(tokens, parents)
-        needed = max(pars, default=-2) + 2
-        if q is None or len(q) < needed:
-            have = "no q" if q is None else f"{len(q)} rows of q"
-            raise InvalidInput(f"a sampled proposal with parents {pars} needs {needed} rows of q, got {have}")
-        return cls(toks, pars, "sampled", q, replacement)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        """True when node i's parent is node i - 1 throughout; the empty proposal is a chain."""
-        return self.parents == tuple(range(-1, len(self.parents) - 1))
-
-    def first(self, n: int) -> Proposal:
-        """The first n nodes; parents precede children, so this is again a tree."""
-        if n >= len(self.tokens):
-            return self
-        return replace(self, tokens=self.tokens[:n], parents=self.parents[:n])
-
-
-def _tree(tokens: Iterable[int], parents: Iterable[int] | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    try:
-        toks = tuple(operator.index(t) for t in tokens)
-        pars = tuple(range(-1, len(toks) - 1)) if parents is None else tuple(operator.index(p) for p in parents)
-    except TypeError as error:
-        raise InvalidInput(f"draft tokens and parents are integers ({error})") from None
-    if len(pars) != len(toks):
-        raise InvalidInput(f"{len(toks)} draft tokens but {len(pars)} parents")
-    for i, (token, parent) in enumerate(zip(toks, pars, strict=True)):
-        if token < 0:
-            raise InvalidInput(f"draft token {i} is {token}; token ids start at 0")
-        if not -1 <= parent < i:
-            raise InvalidInput(f"parents[{i}] = {parent}; a parent precedes its child and the root is -1")
-    return toks, pars
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a verification rule decided; never edited afterwards.
-
-    tokens: the decided tokens, before any cut at a stop; the last one is recovered or bonus.
-    num_accepted: drafts kept. path: node indices of the kept drafts. kind: of the last token.
-    """
-
-    tokens: tuple[int, ...]
-    num_accepted: int
-    path: tuple[int, ...]
-    kind: Literal["recovered", "bonus"]
-
-
 class Draws(Protocol):
     """All randomness of drafting and verification. Keyed, never consumed by order."""
 
@@ -294,7 +206,8 @@ class BackendInfo:
     kv_tokens: tokens all slots together may hold. max_slots: sequences at once. max_step_tokens: tokens
     in one forward. can_truncate: False for models that cannot roll back (speculation is then off, and
     `no_speculation_reason` says why). can_tree: whether segments may be trees. page_size: tokens per page;
-    1 where memory is not paged.
+    1 where memory is not paged. fingerprint: what the time of a forward depends on, of this model and the way it was
+    opened; None where that is not known.
     """
 
     name: str
@@ -309,6 +222,7 @@ class BackendInfo:
     no_speculation_reason: str | None = None
     can_tree: bool = False
     page_size: int = 1
+    fingerprint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

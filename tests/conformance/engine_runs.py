@@ -13,14 +13,15 @@ import numpy as np
 from paceline.backend.toy import ToyBackend
 from paceline.draft import LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
-from paceline.errors import PacelineError
+from paceline.errors import NoLegalToken, PacelineError
 from paceline.params import SamplingParams
 from paceline.rng import KeyedDraws
 from paceline.types import DraftContext, Drafter, Draws, Proposal, RequestOutput, Role
 from tests.drafters import PointDrafter, TableDrafter
 
-from .engine_oracle import Outcome, Row, Tokens, plain_law
+from .engine_oracle import Outcome, Row, Tokens, plain_request
 from .enumerator import BranchDraws, Branches, EveryDraft, Law, enumerate_outcomes
+from .options_reference import Places, Plain, row_places
 
 Table = Callable[[Tokens], Row]
 DrafterFactory = Callable[["Scene", ToyBackend], Drafter]
@@ -78,7 +79,11 @@ class Scene:
 
     def plain(self, ask: Ask) -> Law:
         """The law of one request's outcome under plain sampling."""
-        return plain_law(self.logits, ask.prompt, ask.params, self.max_len, self.end_ids)
+        return self.by_definition(ask).law()
+
+    def by_definition(self, ask: Ask) -> Plain:
+        """One request on its own."""
+        return plain_request(self.logits, ask.prompt, ask.params, self.max_len, self.end_ids)
 
 
 def logits_of(table: Table) -> Table:
@@ -183,6 +188,7 @@ def joint_law(scene: Scene) -> Law:
     requests emit the very tokens that the target's noise picks.
     """
     alone = {ask: stream(scene, ask) for ask in scene.asks if not ask.enumerated}
+    plain = {ask: scene.by_definition(ask) for ask in scene.asks if ask.enumerated}
 
     def run(branches: Branches) -> tuple[Outcome, ...]:
         engine = scene.engine(branches)
@@ -190,7 +196,7 @@ def joint_law(scene: Scene) -> Law:
         for ask, tokens in alone.items():
             mine = tokens_so_far(engine, outputs, ids.get(ask))
             assert mine == tokens[: len(mine)], f"the companion with prompt {ask.prompt} got {mine}, alone {tokens}"
-        return tuple(checked_outcome(outputs[ids[a]], a, branches) for a in scene.asks if a.enumerated)
+        return tuple(checked_outcome(outputs[ids[a]], a, branches, plain[a]) for a in scene.asks if a.enumerated)
 
     return enumerate_outcomes(run)
 
@@ -238,15 +244,45 @@ def play(scene: Scene, engine: Engine, steps: int = 1000) -> tuple[dict[int, Req
     return outputs, ids
 
 
-def checked_outcome(output: RequestOutput, ask: Ask, branches: Branches) -> Outcome:
-    """The outcome of one request; its error where it had one."""
+def checked_outcome(output: RequestOutput, ask: Ask, branches: Branches, plain: Plain) -> Outcome:
+    """The outcome of one request; its error where it had another one than that nothing may follow."""
     completion = output.outputs[0]
-    if completion.error is not None:
-        raise completion.error
     if completion.verification == "coupled":
         picked, start = branches.target_draws(completion.seed), len(ask.prompt)
         assert all(picked[start + i] == token for i, token in enumerate(completion.token_ids))
-    return completion.token_ids, completion.text, completion.finish_reason, completion.stop_reason
+    if completion.error is not None and not isinstance(completion.error, NoLegalToken):
+        raise completion.error
+    check_logprobs(output, 0, plain)
+    reason = type(completion.error).__name__ if completion.error is not None else completion.stop_reason
+    return completion.token_ids, completion.text, completion.finish_reason, reason
+
+
+def check_logprobs(output: RequestOutput, index: int, plain: Plain) -> None:
+    """What is told of the tokens of a sample and of the prompt is what `plain` says; nothing where nobody asked."""
+    told, tokens, params = output.outputs[index].logprobs, output.outputs[index].token_ids, plain.params
+    assert (told is None) == (params.logprobs is None), told
+    assert told is None or len(told) == len(tokens), f"{len(told)} logprobs for {len(tokens)} tokens"
+    for i, row in enumerate(told or ()):
+        wanted = plain.places(tokens[:i], tokens[i], plain.p(tokens[:i]))
+        assert same_places(row, wanted), f"behind {tokens[:i]} the logprobs are {row}, plainly {wanted}"
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None, output.prompt_logprobs
+        return
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert len(output.prompt_logprobs) == len(plain.prompt)
+    for i, row in enumerate(output.prompt_logprobs[1:], 1):
+        wanted = row_places(plain.logits(plain.prompt[:i]), plain.prompt[i], params.prompt_logprobs)
+        assert row is not None
+        assert same_places(row, wanted), f"prompt token {i} has the logprobs {row}, plainly {wanted}"
+
+
+def same_places(got: Any, wanted: Places) -> bool:
+    """Whether logprobs of the engine are those of the reference, in the same order, up to rounding."""
+    return [(t, one.rank) for t, one in got.items()] == [(t, rank) for t, (_, rank) in wanted.items()] and all(
+        one.logprob == logprob or abs(one.logprob - logprob) <= 1e-9
+        for one, (logprob, _) in zip(got.values(), wanted.values(), strict=True)
+    )
 
 
 def tokens_so_far(engine: Engine, outputs: dict[int, RequestOutput], request_id: int | None) -> Tokens:

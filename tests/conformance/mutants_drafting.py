@@ -15,19 +15,33 @@ from paceline.draft.lookup import _History
 from paceline.draft.model import _Job
 from paceline.engine import Engine
 from paceline.params import SamplingParams
-from paceline.sampling import distribution
-from paceline.types import Distribution, FloatArray, Proposal
-from paceline.verify import verify_point, verify_rejection
+from paceline.sampling import History, distribution
+from paceline.types import Distribution, DraftContext, FloatArray, Proposal
+from paceline.verify import verify_block, verify_point, verify_rejection
+from tests.draft.test_forced_exact import forced_law_error, forced_scene
 from tests.drafters import PointDrafter, TableDrafter
 
+from .enumerator import TOLERANCE
 from .mutants import edit, harmless, mutant
+from .mutants_checks import check
 from .mutants_laws import SCENARIOS
 
 Patch = pytest.MonkeyPatch
 
 # --- drafters that lie about q ------------------------------------------------------------------------
 
+Q = "context.history.distribution(self._fit(logits), job.drafts)"
 PICK = "context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)"
+
+
+def draw_under(patch: Patch, change: Callable[[SamplingParams], SamplingParams]) -> None:
+    """A draft model that draws, and answers for it, under other params than the request's."""
+
+    def q_of(logits: FloatArray, context: DraftContext, drafts: list[int]) -> Distribution:
+        changed = change(context.params)
+        return History(changed, context.tokens, context.prompt_length, logits.size).distribution(logits, drafts)
+
+    edit(patch, ModelDrafter._draft, (Q, "q_of(self._fit(logits), context, job.drafts)"), q_of=q_of)
 
 
 @mutant(
@@ -50,6 +64,7 @@ def _(patch: Patch) -> None:
         patch,
         ModelDrafter._draft,
         ("job.q.append(q)", "job.q.append(distribution(logits, plain, None))"),
+        distribution=distribution,
         plain=SamplingParams(),
     )
 
@@ -61,6 +76,7 @@ def _(patch: Patch) -> None:
         patch,
         ModelDrafter._draft,
         (PICK, PICK.replace("q.probs", f"{raw}.probs").replace("ids=q.ids, ", "")),
+        distribution=distribution,
         plain=SamplingParams(),
     )
 
@@ -69,10 +85,7 @@ def _(patch: Patch) -> None:
     "assistant at temperature 1", "exact, but it accepts less than it could", "self-draft", "transformers PR #40976"
 )
 def _(patch: Patch) -> None:
-    def hot(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
-        return distribution(logits, replace(params, temperature=1.0), counts)
-
-    patch.setattr("paceline.draft.model.distribution", hot)
+    draw_under(patch, lambda params: replace(params, temperature=1.0))
 
 
 @mutant(
@@ -120,22 +133,20 @@ def _(patch: Patch) -> None:
 
 @mutant("the draft length looks at the last draft", "an even token at the end is cut off", "law/rejection")
 def _(patch: Patch) -> None:
-    early = (
-        "if answer.tokens and answer.tokens[-1] == 0:\n        return answer.first(len(answer) - 1)\n    return answer"
-    )
-    edit(patch, admit_proposal, ("\n    return answer\n", f"\n    {early}\n"))
+    early = "answer = answer.first(len(answer) - (answer.tokens[-1:] == (0,)))\n    return answer.first("
+    edit(patch, admit_proposal, ("return answer.first(", early))
 
 
 @mutant("hopeless drafts are dropped before verifying", "whether x is judged depends on p(x)", "law/block")
 def _(patch: Patch) -> None:
     hopeful = "w.proposal.first(next((i for i, x in enumerate(w.proposal.tokens) if rows[i].prob(x) < 0.3), 99))"
-    rows = "rows = TargetRows(w.sequence, w.proposal.tokens, w.logits)"
-    edit(patch, Engine._verify, (rows, f"{rows}\n    w.proposal = {hopeful}\n    {rows}"))
+    rows = "rows = TargetRows(sequence, w.proposal.tokens, w.logits)"
+    edit(patch, Engine._verify_and_commit, (rows, f"{rows}; w.proposal = {hopeful}; {rows}"))
 
 
 @mutant("a draft that ends the request is dropped", "stop ids come out too rarely", "law/stop")
 def _(patch: Patch) -> None:
-    edit(patch, admit_proposal, ("answer.first(i + 1)", "answer.first(i)"))
+    edit(patch, History.num_useful, ("(i + 1 for", "(i for"))
 
 
 @mutant("a draft with p = 0 is dropped", "legal drafts are verified, illegal ones vanish", "law/zeros")
@@ -150,6 +161,33 @@ def _(patch: Patch) -> None:
         return proposal
 
     patch.setattr(TableDrafter, "_draft", legal_only)
+
+
+# --- forced tokens --------------------------------------------------------------------------------------
+
+
+@check("law/forced")
+def forced_tokens_leave_the_law() -> None:
+    for inner in ("model", "ignorant"):
+        off = forced_law_error(forced_scene(inner, "plain", budget=2), verify_block)
+        assert off <= TOLERANCE, f"forced+{inner}: the law is off by {off:.2g}"
+
+
+@mutant("forced tokens are found by comparing", "sampled drafts count as forced where they are equal", "law/forced")
+def _(patch: Patch) -> None:
+    patch.setattr("paceline.draft.forced._begins_with", lambda answer, start: answer.tokens[: len(start)] == start)
+
+
+@mutant("forced tokens with the q of the draft model", "they were not drawn from it", "law/forced")
+def _(patch: Patch) -> None:
+    flat = "[Distribution.of(np.full(self._vocab_size, 1 / self._vocab_size)) for _ in start]"
+    edit(
+        patch,
+        ModelDrafter._job,
+        ("[Distribution.one_hot(token, self._vocab_size) for token in start]", flat),
+        np=np,
+    )
+    patch.setattr("paceline.draft.forced._begins_with", lambda answer, start: True)
 
 
 # --- which rule ---------------------------------------------------------------------------------------
@@ -189,8 +227,8 @@ def wrong_guesses(seen: tuple[int, ...], budget: int) -> list[int]:
 
 @harmless("a corrupted lookup index", "a guess is a guess", "path")
 def _(patch: Patch) -> None:
-    def continuation(self: _History, count: int) -> list[int]:
-        return [(7 * len(self.tokens) + i) % 11 for i in range(count)]
+    def continuation(self: _History, start: tuple[int, ...], count: int) -> tuple[int, list[int]]:
+        return 2, [(7 * len(self.tokens) + i) % 11 for i in range(count)]
 
     patch.setattr(_History, "continuation", continuation)
 
@@ -218,15 +256,16 @@ def _(patch: Patch) -> None:
 
 @harmless("an assistant at temperature 1", "slower, and still exact", "law/model", "transformers PR #40976")
 def _(patch: Patch) -> None:
-    def hot(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
-        return distribution(logits, replace(params, temperature=1.0, top_k=0), counts)
-
-    patch.setattr("paceline.draft.model.distribution", hot)
+    draw_under(patch, lambda params: replace(params, temperature=1.0, top_k=0))
 
 
 @harmless("penalties missing from q", "slower, and still exact", "law/penalties")
 def _(patch: Patch) -> None:
-    def bare(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
-        return distribution(logits, SamplingParams(temperature=params.temperature), None)
+    draw_under(patch, lambda params: SamplingParams(temperature=params.temperature))
 
-    patch.setattr("paceline.draft.model.distribution", bare)
+
+@harmless("forced tokens missing from the history of q", "a worse guess, drawn from the q it answers for", "law/forced")
+def _(patch: Patch) -> None:
+    edit(
+        patch, ModelDrafter._draft, ("self._fit(logits), job.drafts", "self._fit(logits), job.drafts[job.num_settled:]")
+    )

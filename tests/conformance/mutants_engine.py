@@ -112,7 +112,7 @@ def _(patch: Patch) -> None:
         Running.commit,
         (
             "if self._ends_at(token)",
-            "if (token not in self.stop_ids or i == len(verdict.tokens) - 1) and self._ends_at(token)",
+            "if (token not in self.end_ids or i == len(verdict.tokens) - 1) and self._ends_at(token)",
         ),
     )
 
@@ -128,8 +128,8 @@ def _(patch: Patch) -> None:
         patch,
         Running._ends_at,
         (
-            "if token in self.stop_ids:",
-            'if len(self.tokens) >= self.limit:\n        self.finish("length")\n    elif token in self.stop_ids:',
+            "if token in self.end_ids:",
+            'if len(self.tokens) >= self.limit:\n        self.finish("length")\n    elif token in self.end_ids:',
         ),
     )
 

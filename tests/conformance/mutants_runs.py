@@ -14,6 +14,7 @@ from paceline.engine import Engine
 from paceline.errors import BadLogits, DrafterError
 from paceline.params import SamplingParams
 from paceline.rng import KeyedDraws
+from paceline.sampling import History
 from paceline.types import DraftContext, Drafter, Proposal, RequestOutput, Role
 from tests.drafters import PointDrafter
 
@@ -93,7 +94,10 @@ def books_balance_after_every_step() -> None:
 def context_of(sequence: Any) -> DraftContext:
     request = sequence.request
     draws = KeyedDraws(request.seed, len(sequence.tokens))
-    return DraftContext(request.request_id, sequence.tokens, len(request.prompt_ids), request.params, draws, Role.DRAFT)
+    length = len(request.prompt_ids)
+    return DraftContext(
+        request.request_id, sequence.tokens, length, request.params, draws, Role.DRAFT, sequence.history
+    )
 
 
 @check("draws")
@@ -122,7 +126,8 @@ def a_draft_model_forgets_what_did_not_become_text() -> None:
     text = streams()[0]
 
     def drafts(drafter: ModelDrafter, length: int) -> Proposal:
-        context = DraftContext(7, list(text[:length]), 1, one, KeyedDraws(1, length), Role.DRAFT)
+        history = History(one, text[:length], 1, VOCAB)
+        context = DraftContext(7, list(text[:length]), 1, one, KeyedDraws(1, length), Role.DRAFT, history)
         (answer,) = drafter.propose([context], [4])
         drafter.check([context])
         assert isinstance(answer, Proposal), answer

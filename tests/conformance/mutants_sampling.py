@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paceline.params import SamplingParams
-from paceline.sampling import distribution
+from paceline.sampling import History, distribution
 from paceline.sequence import Sequence as Running
 from paceline.sequence import TargetRows
 from paceline.types import Distribution, FloatArray
@@ -21,13 +21,14 @@ Patch = pytest.MonkeyPatch
 
 # --- sampling -----------------------------------------------------------------------------------------
 
+P = "self._sequence.history.distribution(self._processed(i), drafts)"
+COMMIT = "self.history.commit(token)"
 Wrong = Callable[[FloatArray, SamplingParams, Any], Distribution]
 
 
 def sample_wrongly(patch: Patch, wrong: Wrong) -> None:
     """Put `wrong` where target and drafter make their distributions."""
-    patch.setattr("paceline.sequence.distribution", wrong)
-    patch.setattr("paceline.draft.model.distribution", wrong)
+    patch.setattr("paceline.sampling.history.distribution", wrong)
 
 
 def cut(logits: FloatArray, kept: Any) -> FloatArray:
@@ -124,15 +125,17 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     edit(
         patch,
-        TargetRows.__getitem__,
-        ("sequence.request.params,", "sequence.request.params if i == 0 else plain,"),
+        TargetRows._row,
+        (P, f"{P} if i == 0 else distribution(self._logits[i], plain, None)"),
+        distribution=distribution,
         plain=SamplingParams(),
     )
 
 
 @mutant("filters skipped on all target rows", "the draft is filtered, the target is not", "law/model", "vllm#10198")
 def _(patch: Patch) -> None:
-    edit(patch, TargetRows.__getitem__, ("sequence.request.params,", "plain,"), plain=SamplingParams())
+    bare = "distribution(self._logits[i], plain, None)"
+    edit(patch, TargetRows._row, (P, bare), distribution=distribution, plain=SamplingParams())
 
 
 # --- history ------------------------------------------------------------------------------------------
@@ -146,32 +149,28 @@ def _(patch: Patch) -> None:
     "vllm#18902",
 )
 def _(patch: Patch) -> None:
-    edit(patch, TargetRows.__getitem__, ("self._drafts[:i]", "()"))
+    edit(patch, History.distribution, ("self._counts.with_drafts(drafts)", "self._counts.with_drafts(())"))
 
 
 @mutant("penalties count all of the step's drafts", "row i counts drafts that come after it", "law/penalties")
 def _(patch: Patch) -> None:
-    edit(patch, TargetRows.__getitem__, ("self._drafts[:i]", "self._drafts"))
+    edit(patch, TargetRows._row, (P, P.replace(", drafts)", ", self._drafts)")))
 
 
 @mutant(
     "only a step's last token is counted", "penalties weaken as acceptance rises", "law/penalties point", "sglang#33643"
 )
 def _(patch: Patch) -> None:
-    edit(
-        patch,
-        Running.commit,
-        ("if self.counts is not None", "if self.counts is not None and i == len(verdict.tokens) - 1"),
-    )
+    edit(patch, Running.commit, (COMMIT, f"i < len(verdict.tokens) - 1 or {COMMIT}"))
 
 
 @mutant(
     "a token counts once per step", "a repeat within the step is not counted", "law/penalties point", "sglang PR #22049"
 )
 def _(patch: Patch) -> None:
-    edit(patch, Running.commit, ("if self.counts is not None", "if self.counts is not None and token not in taken"))
+    edit(patch, Running.commit, (COMMIT, f"token in taken or {COMMIT}"))
 
 
 @mutant("repetition penalty without the prompt", "only the output counts", "law/penalties")
 def _(patch: Patch) -> None:
-    edit(patch, Running.__post_init__, ("TokenCounts(self.request.prompt_ids)", "TokenCounts(())"))
+    edit(patch, History.__init__, ("TokenCounts(tokens[:prompt_length])", "TokenCounts(())"))

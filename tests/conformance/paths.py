@@ -213,8 +213,8 @@ def run_world(world: World, jobs: Sequence[Job]) -> list[RequestOutput]:
             added += 1
         chunks = engine.step()
         for number, when in world.cancels.items():
-            if when == step and (chunk := engine.cancel(number)) is not None:
-                chunks.append(chunk)
+            if when == step:
+                chunks += engine.cancel(number)
         done.update({c.request_id: c.output for c in chunks if c.output is not None})
         if world.checks:
             backend.check()
@@ -253,6 +253,7 @@ def check_drafter(drafter: Any, engine: Engine) -> None:
                     params=s.request.params,
                     draws=KeyedDraws(s.request.seed, len(s.tokens)),
                     role=Role.TARGET,
+                    history=s.history,
                 )
                 for s in engine.running
             ]

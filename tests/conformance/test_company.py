@@ -174,7 +174,7 @@ def run_schedule(kind: str, seed: int, totals: Totals) -> None:
             assert engine.add(job.prompt, job.params) == added
             added += 1
         chunks = engine.step()
-        chunks += [c for i, when in cancels.items() if when == step and (c := engine.cancel(i)) is not None]
+        chunks += [c for i, when in cancels.items() if when == step for c in engine.cancel(i)]
         done.update({c.request_id: c.output for c in chunks if c.output is not None})
         engine.check()
         order = [s.request.request_id for s in (*engine.running, *engine.waiting)]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.params import SamplingParams
+from paceline.sampling import History
 from paceline.types import DraftContext, Proposal, Role
 
 from .enumerator import Branches, EveryDraft, enumerate_outcomes
@@ -203,7 +204,9 @@ class CoinDrafter:
 def test_every_draft_replaces_the_draws_of_each_context() -> None:
     def run(branches: Branches) -> tuple[int, int]:
         drafter = EveryDraft(CoinDrafter(), branches)
-        contexts = [DraftContext(i, [0, 0], 2, SamplingParams(), branches(i, 2), Role.TARGET) for i in range(2)]
+        params = SamplingParams()
+        history = History(params, [0, 0], 2, len(COIN))
+        contexts = [DraftContext(i, [0, 0], 2, params, branches(i, 2), Role.TARGET, history) for i in range(2)]
         proposed.add(tuple(p.tokens for p in drafter.propose(contexts, [1, 1])))
         return branches(0, 2).pick(COIN, 2, Role.TARGET), branches(1, 2).pick(COIN, 2, Role.TARGET)
 

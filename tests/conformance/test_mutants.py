@@ -16,6 +16,7 @@ from . import (  # noqa: F401  (each registers its mutants and checks)
     mutants_engine,
     mutants_laws,
     mutants_memory,
+    mutants_options,
     mutants_rules,
     mutants_runs,
     mutants_sampling,

@@ -24,7 +24,7 @@ def answer_as_json(session: Session, answer: Answer, params: SamplingParams) -> 
     result: dict[str, Any] = {
         "model": session.model,
         "drafter": session.drafter,
-        "draft_length": session.llm.engine.draft_length if params.draft_length is None else params.draft_length,
+        "draft_length": _draft_length(session, params),
         "verification": output.outputs[0].verification,
         **{name: value for name, value in samples[0].items() if name != "index"},
         "outputs": samples,
@@ -84,3 +84,11 @@ def _speculation(stats: SpeculationStats) -> dict[str, Any]:
         "tokens_per_step": stats.tokens_per_step,
         "acceptance_rate": stats.acceptance_rate,
     }
+
+
+def _draft_length(session: Session, params: SamplingParams) -> int | None:
+    """Drafts per step where that is fixed; None where the engine decides."""
+    engine = session.llm.engine
+    if params.draft_length is not None:
+        return params.draft_length
+    return None if engine.is_adaptive else engine.draft_length

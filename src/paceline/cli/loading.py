@@ -86,12 +86,27 @@ def open_session(options: ModelOptions, samples: int = 1) -> Iterator[Session]:
         llm = _open(model, with_drafter, min(samples, MAX_SEQS), options, report)
     with llm:
         off = llm.drafter.name == "none"
+        if options.explain:
+            _explain(llm)
         yield Session(
             llm,
             options.model,
             options.drafter if drafter.argument and not off else llm.drafter.name,
             perf_counter() - start,
         )
+
+
+def _explain(llm: LLM) -> None:
+    """Say every step's decision on stderr."""
+    from ..schedule import Controller
+
+    controller = llm.engine.controller
+    if not isinstance(controller, Controller):
+        raise UnsupportedOption(
+            "--explain has nothing to say: the draft length is fixed here (toy model, no drafter, or --no-measure)"
+        )
+    console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+    controller.listener = console.print
 
 
 def is_toy(model: str) -> bool:

@@ -129,6 +129,28 @@ class ModelOptions(BackendOptions):
             rich_help_panel=SPECULATION,
         ),
     ] = "auto"
+    no_measure: Annotated[
+        bool,
+        typer.Option(
+            "--no-measure",
+            metavar="",
+            help="Do not measure what a step costs on this machine; the draft length is then fixed.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = False
+    explain: Annotated[
+        bool,
+        typer.Option(
+            "--explain",
+            metavar="",
+            help="Say on stderr, for every step, how many drafts were verified and why.",
+            rich_help_panel=SPECULATION,
+        ),
+    ] = False
+
+    def keywords(self) -> dict[str, Any]:
+        """As LLM takes them; what was not given is None."""
+        return {**super().keywords(), "measure": False if self.no_measure else None}
 
 
 def expand_options(command: Callable[..., None]) -> Callable[..., None]:

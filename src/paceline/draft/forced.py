@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..errors import PacelineError
-from ..types import Distribution, DraftContext, Drafter, Proposal
+from ..types import FORCED, Distribution, DraftContext, Drafter, Proposal
 from .guarded import GuardedDrafter
 from .none import NoDrafter
 
@@ -41,7 +41,7 @@ class ForcedDrafter:
             except PacelineError as error:
                 answers.append(error)
                 continue
-            answers.append(Proposal.point(start))
+            answers.append(Proposal.point(start, sources=((FORCED, len(start)),)))
             if len(start) < budget:
                 asked.append(i)
                 with_start.append(replace(context, start=start) if start else context)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvariantError, PacelineError
 from ..params import integer
-from ..types import DraftContext, Proposal
+from ..types import FORCED, DraftContext, Proposal
 
 __all__ = ["LookupDrafter"]
 
@@ -53,8 +53,9 @@ class LookupDrafter:
                     f"committed but {len(observed)} were observed; observe() every committed block once"
                 )
             start = context.start[:budget]
-            behind = history.continuation(start, budget - len(start)) if history else ()
-            proposals.append(Proposal.point((*start, *behind)))
+            size, behind = history.continuation(start, budget - len(start)) if history else (0, [])
+            sources = ((FORCED, len(start)), (f"{self.name}:{size}", len(behind)))
+            proposals.append(Proposal.point((*start, *behind), sources=sources))
         return proposals
 
     def observe(self, request_id: int, committed: Sequence[int], hidden: NDArray[Any] | None = None) -> None:
@@ -92,8 +93,8 @@ class _History:
             self._behind[tuple(self.tokens[place - size :])] = place
         self.tokens.append(token)
 
-    def continuation(self, start: tuple[int, ...], count: int) -> list[int]:
-        """`count` tokens that followed the longest known suffix of the text with `start` behind it, or none.
+    def continuation(self, start: tuple[int, ...], count: int) -> tuple[int, list[int]]:
+        """Length of the longest known suffix of the text with `start` behind it, and `count` tokens that followed it.
 
         A copy that reaches the end goes on into `start` and then into itself: the text had then repeated with
         period end - place, and the guess is that it goes on doing so.
@@ -106,5 +107,5 @@ class _History:
                 drafts = [*self.tokens[place : place + count], *start][:count]
                 while len(drafts) < count:
                     drafts.append(drafts[place - end])
-                return drafts
-        return []
+                return size, drafts
+        return 0, []

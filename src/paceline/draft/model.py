@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import BadLogits, InvariantError, NoLegalToken, PacelineError, UnsupportedOption
-from ..types import Backend, Distribution, DraftContext, Proposal, Segment
+from ..types import FORCED, Backend, Distribution, DraftContext, Proposal, Segment
 from .vocabulary import check_same_vocabulary
 
 __all__ = ["ModelDrafter"]
@@ -120,7 +120,7 @@ class ModelDrafter:
     def _job(self, context: DraftContext, budget: int) -> _Job:
         start = context.start[:budget]
         q = [Distribution.one_hot(token, self._vocab_size) for token in start]
-        return _Job(context, min(budget, self._room(context)), list(start), q)
+        return _Job(self.name, context, min(budget, self._room(context)), list(start), q)
 
     def _begin(self, job: _Job) -> None:
         """Bring the request's memory back to what is committed, or answer at once with what is settled."""
@@ -252,10 +252,12 @@ class _Memory:
 class _Job:
     """One request within one propose(). answer is None while it still drafts.
 
-    budget: drafts that may be in it, settled ones included; less than those where the draft model's context ends.
+    name: the drafter's. budget: drafts that may be in it, settled ones included; less than those where the draft
+    model's context ends.
     drafts, q: in the beginning the settled ones, num_settled of them.
     """
 
+    name: str
     context: DraftContext
     budget: int
     drafts: list[int]
@@ -287,7 +289,11 @@ class _Job:
         """Answer with the drafts so far."""
         greedy = self.context.params.temperature == 0.0
         sampled = len(self.drafts) > self.num_settled and not greedy
-        self.answer = Proposal.sampled(self.drafts, self.q) if sampled else Proposal.point(self.drafts)
+        sources = ((FORCED, self.num_settled), (self.name, len(self.drafts) - self.num_settled))
+        if sampled:
+            self.answer = Proposal.sampled(self.drafts, self.q, sources=sources)
+        else:
+            self.answer = Proposal.point(self.drafts, sources=sources)
 
     def fail(self, error: PacelineError) -> None:
         """Answer with an error, which ends this request alone."""

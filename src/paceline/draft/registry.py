@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import Literal, NamedTuple
 
 from ..errors import InvalidParams
-from ..types import Backend, Drafter
+from ..types import FORCED, Backend, Drafter
 from .forced import ForcedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
@@ -18,7 +18,6 @@ __all__ = ["DEFAULT_DRAFT_LENGTH", "DrafterSpec", "open_drafter", "parse_drafter
 DEFAULT_DRAFT_LENGTH = 4
 """Drafts per step where neither the caller nor the request says."""
 
-FORCED = "forced"
 AUTO = "forced+lookup"
 NAMES = ("auto", "none", "lookup", "model:NAME", "forced", "forced+lookup", "forced+model:NAME")
 

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from ...cache import PageBook
 from ...errors import BackendError, InvalidParams, PacelineError
 from ...params import integer
+from ...paths import file_fingerprint
 from ...types import BackendInfo, Segment, Tokenizer
 from ..batch import check_batch, set_aside
 from ..trees import TreeBook, depths
-from .loading import load
+from .loading import LoadedModel, load
 from .pools import Pools
 from .probe import probe, probe_compiled
 from .runner import Runner
@@ -104,6 +105,7 @@ class HFBackend:
             max_step_tokens=step_tokens,
             can_tree=True,
             page_size=size,
+            fingerprint=_fingerprint(model, loaded, compile),
         )
         self._dtype = np.float64 if loaded.dtype == torch.float64 else np.float32
         self._pools = Pools(pages, size, loaded.device)
@@ -305,3 +307,13 @@ def _step_tokens(wanted: int | None, kv_tokens: int) -> int:
     if wanted > kv_tokens:
         raise InvalidParams(f"max_step_tokens = {wanted}; allowed: at most kv_tokens = {kv_tokens}")
     return wanted
+
+
+def _fingerprint(model: Any, loaded: LoadedModel, compiled: bool) -> str | None:
+    """What the time of a forward depends on; None for a model that came from memory."""
+    path = Path(model) if isinstance(model, str | Path) else None
+    if path is None:
+        return None
+    what = file_fingerprint(path) if path.exists() else str(model)
+    kind = "compiled" if compiled else "eager"
+    return f"{what}, {loaded.dtype} on {loaded.device}, {kind}, {torch.get_num_threads()} threads, {torch.__version__}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import InvalidParams, InvariantError, ModelFormatError
 from ...params import integer
+from ...paths import file_fingerprint
 from ...types import BackendInfo
 from .gguf import GgufInfo, validate_gguf
 from .native import NativeModel, Progress
@@ -190,4 +191,5 @@ def _describe(model: NativeModel, limits: Limits) -> BackendInfo:
         max_step_tokens=limits.max_step_tokens,
         can_truncate=reason is None,
         no_speculation_reason=reason,
+        fingerprint=f"{file_fingerprint(model.path)}, {limits.n_threads} threads",
     )

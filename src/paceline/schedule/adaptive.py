@@ -1,0 +1,127 @@
+"""How many drafts each request gets in a step: as many as are worth their cost, none included.
+
+A step that verifies drafts emits more tokens and takes longer. What is made as large as possible is the expected number
+of tokens that the step emits for everybody, over the seconds it is expected to take:
+
+    (n + sum of the chances that each draft is reached and kept) / (forward of all tokens + drafting + the rest)
+
+The chance of a request's j-th draft is the product of its acceptances at positions 1 to j, so each further draft is
+worth less than the one before it; going through all drafts of all requests from the most to the least likely, and
+keeping the best prefix, finds the best allocation whatever the cost curve looks like.
+
+Non-anticipation: what is decided before a sampled draft is verified may depend on committed tokens and on drafts in
+front of it, never on the draft itself. Estimates look at earlier steps only, so budgets for sampled drafts are settled
+before they are drawn; point proposals may be cut afterwards too, which is exact under their rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..types import FloatArray
+from .cost import CostTable, Share
+
+__all__ = ["Acceptance", "Ask", "Plan", "allocate"]
+
+PRIOR_MEAN = 0.6  # acceptance of a drafter that nobody has seen yet
+PRIOR_WEIGHT = 2.0
+POOL_WEIGHT = 4.0  # how many observations of its own outweigh what other requests saw
+REQUEST_MEMORY = 0.93  # of what a request saw, at each further observation at the same position
+POOL_MEMORY = 0.995
+MARGIN = 1.02  # drafting must promise that much more than not drafting: estimates are noisy, plain steps are not
+
+
+class Acceptance:
+    """How often a drafter's drafts are kept, by position in the proposal, given that all before them were.
+
+    A Beta distribution at each position, whose counts fade. A draft behind a rejected one says nothing and is not
+    counted (censoring); that is all there is to "at least", for a position is only ever compared with itself.
+
+    memory: what is left of a count at the next observation of its position. parent: what to believe, and tell, where
+    little was seen here; by default PRIOR_MEAN throughout.
+    """
+
+    def __init__(self, memory: float = POOL_MEMORY, parent: Acceptance | None = None) -> None:
+        self._memory, self._parent = memory, parent
+        self._weight = PRIOR_WEIGHT if parent is None else POOL_WEIGHT
+        self._kept: list[float] = []
+        self._seen: list[float] = []
+
+    def observe(self, i: int, kept: bool) -> None:
+        """Draft i was judged, and kept or not; those before it were kept."""
+        while len(self._seen) <= i:
+            self._kept.append(0.0)
+            self._seen.append(0.0)
+        self._kept[i] = self._kept[i] * self._memory + kept
+        self._seen[i] = self._seen[i] * self._memory + 1.0
+        if self._parent is not None:
+            self._parent.observe(i, kept)
+
+    def at(self, i: int) -> float:
+        """Expected acceptance at position i, in (0, 1)."""
+        if self._parent is not None:
+            prior = self._parent.at(i)
+        else:
+            prior = self.at(min(i, len(self._seen)) - 1) if i and self._seen else PRIOR_MEAN
+        if i >= len(self._seen):
+            return prior
+        return (self._kept[i] + self._weight * prior) / (self._seen[i] + self._weight)
+
+
+@dataclass(slots=True)
+class Ask:
+    """One request's part in the allocation.
+
+    share: the tokens it forwards anyway, and those cached before. tokens: what it is expected to emit for them.
+    chances: float64[k], that drafts 1 .. k are kept together with all before them, descending; k is the most it may
+    have. draft_seconds: float64[k], what drawing the first 1 .. k of them costs; None where they cost nothing.
+    """
+
+    share: Share
+    tokens: float = 1.0
+    chances: FloatArray = field(default_factory=lambda: np.zeros(0))
+    draft_seconds: FloatArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What allocate() found: drafts for each request, and what to expect of the step, with and without them."""
+
+    drafts: list[int]
+    tokens: float
+    seconds: float
+    plain_tokens: float
+    plain_seconds: float
+
+
+def allocate(
+    asks: Sequence[Ask],
+    costs: CostTable,
+    others: Sequence[Share] = (),
+    overhead: float = 0.0,
+    *,
+    margin: float = MARGIN,
+) -> Plan:
+    """Drafts for each of the decoding requests.
+
+    others: what else is in the forward and emits nothing, such as prompts being read. overhead: seconds of a step that
+    are neither forward nor drafting. Requests draft side by side, one depth after the other, so drafting takes as long
+    as the dearest of those that were chosen.
+    """
+    order = sorted((-chance, i, j) for i, ask in enumerate(asks) for j, chance in enumerate(ask.chances))
+    drafting = np.zeros(len(order) + 1)
+    for n, (_, i, j) in enumerate(order):
+        seconds = asks[i].draft_seconds
+        drafting[n + 1] = max(drafting[n], 0.0 if seconds is None else seconds[j])
+    tokens = sum(ask.tokens for ask in asks) + np.cumsum([0.0, *(-one[0] for one in order)])
+    seconds = costs.curve([*(ask.share for ask in asks), *others], len(order)) + overhead + drafting
+    best = int((tokens / seconds).argmax())
+    if tokens[best] / seconds[best] < margin * tokens[0] / seconds[0]:
+        best = 0
+    drafts = [0] * len(asks)
+    for _, i, _ in order[:best]:
+        drafts[i] += 1
+    return Plan(drafts, float(tokens[best]), float(seconds[best]), float(tokens[0]), float(seconds[0]))

@@ -1,0 +1,255 @@
+"""What a target forward costs on this machine: a measured table, refined while it is used.
+
+A table and not a line, because the curve has cliffs: kernels change with the number of tokens, and a forward of one
+token can be dearer than one of two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
+from statistics import median
+from time import perf_counter
+from typing import Any, Self
+
+import numpy as np
+
+from ..errors import InvalidInput
+from ..types import Backend, FloatArray, Segment
+
+__all__ = ["CostTable", "Share"]
+
+Share = tuple[int, int]
+"""One sequence's part of a forward: new tokens, and tokens cached before them."""
+
+WIDTHS = (1, 5, 2, 8, 16, 3, 4, 32, 6, 12, 24, 64)  # in the order in which they are measured
+CONTEXTS = (64, 512)
+SEQUENCES = 4  # at once, when the cost of a further sequence is measured
+DRIFT_RATE = 0.1  # of the machine as a whole, which cancels wherever widths are compared
+WIDTH_RATE = 0.03  # of one width against the others
+
+
+class CostTable:
+    """Seconds of one forward, by new tokens and by context.
+
+    widths: new tokens, ascending. contexts: cached tokens, ascending. table: seconds, float64[contexts, widths], of one
+    sequence alone. per_sequence: seconds that each further sequence adds to a forward of the same number of tokens.
+
+    Between entries it is linear, and so it is beyond them. Raises InvalidInput for a table of another shape, or with
+    entries that are no durations.
+    """
+
+    def __init__(self, widths: Sequence[int], contexts: Sequence[int], table: Any, per_sequence: float = 0.0) -> None:
+        self.widths = np.array(widths, dtype=np.int64)
+        self.contexts = np.array(contexts, dtype=np.int64)
+        self.table: FloatArray = np.array(table, dtype=np.float64)
+        self.per_sequence = float(per_sequence)
+        for name, values in (("widths", self.widths), ("contexts", self.contexts)):
+            if values.ndim != 1 or not values.size or (np.diff(values) <= 0).any() or values[0] < 0:
+                raise InvalidInput(f"{name} = {values.tolist()}; a cost table needs them ascending")
+        if self.table.shape != (self.contexts.size, self.widths.size) or not (self.table > 0).all():
+            raise InvalidInput(
+                f"a cost table of {self.contexts.size} contexts and {self.widths.size} widths needs as many durations "
+                f"above 0, got shape {self.table.shape}"
+            )
+        self._drift = 1.0
+        self._factors = np.ones(self.widths.size)
+
+    def seconds(self, new_tokens: int, context: int) -> float:
+        """One forward of one sequence."""
+        return float(self.curve([(new_tokens, context)], 0)[0])
+
+    def step_seconds(self, shares: Sequence[Share]) -> float:
+        """One forward of several sequences together."""
+        return float(self.curve(shares, 0)[0])
+
+    def curve(self, shares: Sequence[Share], most: int) -> FloatArray:
+        """float64[most + 1]: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
+
+        The sequences' tokens cost together what one sequence's would; then each pays for its own context.
+        """
+        total = sum(width for width, _ in shares)
+        least = self.contexts[0]
+        contexts = sum(self._at(width, context) - self._at(width, least) for width, context in shares)
+        extra = contexts + self.per_sequence * max(len(shares) - 1, 0)
+        widths = np.arange(total, total + most + 1)
+        tokens = _linear(widths, self.widths, self.table[0] * self._factors)
+        seconds: FloatArray = np.maximum(tokens + extra, 1e-9) * self._drift
+        return seconds
+
+    def observe(self, shares: Sequence[Share], seconds: float) -> None:
+        """A forward of these shares took `seconds`. What it took beyond all measure says nothing of the next one."""
+        expected = self.step_seconds(shares)
+        surprise = min(max(seconds / expected, 0.5), 2.0)
+        self._drift *= 1.0 + DRIFT_RATE * (surprise - 1.0)
+        total = sum(width for width, _ in shares)
+        nearest = int(np.abs(self.widths - total).argmin())
+        if self.widths[nearest] == total:
+            self._factors[nearest] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
+
+    def _at(self, width: int, context: int) -> float:
+        by_width = _linear(np.array([context]), self.contexts, self.table)[0]
+        return float(_linear(np.array([width]), self.widths, by_width)[0])
+
+    # --- measuring ----------------------------------------------------------------------------------
+
+    @classmethod
+    def measure(
+        cls,
+        backend: Backend,
+        *,
+        budget_seconds: float = 2.0,
+        progress: Callable[[float], None] | None = None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> Self:
+        """Time forwards of `backend`, which nobody else uses meanwhile, for about budget_seconds.
+
+        progress(share of the budget spent) follows. A slow model gets a coarser table: widths in the order of WIDTHS
+        as far as time allows, at least the first two.
+        """
+        return cls(*_Measurement(backend, budget_seconds, progress or (lambda share: None), clock).run())
+
+    def fits(self, backend: Backend, *, clock: Callable[[], float] = perf_counter) -> bool:
+        """Whether a wide forward of `backend` is as much dearer than a narrow one as the table says, up to a third."""
+        check = _Measurement(backend, 1e9, lambda share: None, clock)
+        slot = backend.acquire()
+        try:
+            context = check.contexts[0]
+            check.fill(slot, context)
+            narrow, wide = 1, max(width for width in check.widths if width <= 8)
+            times = [[check.forward(slot, width) for width in (narrow, wide)] for _ in range(4)]
+        finally:
+            backend.release(slot)
+        now = median(b for _, b in times[1:]) / median(a for a, _ in times[1:])
+        return 0.67 < now * self.seconds(narrow, context) / self.seconds(wide, context) < 1.5
+
+    def to_json(self) -> str:
+        """Everything that was measured; refinements are not kept."""
+        return json.dumps(
+            {
+                "widths": self.widths.tolist(),
+                "contexts": self.contexts.tolist(),
+                "seconds": self.table.tolist(),
+                "per_sequence": self.per_sequence,
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The table that to_json() wrote. Raises InvalidInput where it is something else."""
+        try:
+            data = json.loads(text)
+            return cls(data["widths"], data["contexts"], data["seconds"], data["per_sequence"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(f"not a cost table ({type(error).__name__}: {error})") from None
+
+
+class _Measurement:
+    """One run of CostTable.measure."""
+
+    def __init__(
+        self, backend: Backend, budget: float, progress: Callable[[float], None], clock: Callable[[], float]
+    ) -> None:
+        info = backend.info
+        self.backend, self.clock, self.progress = backend, clock, progress
+        self.budget, self.started = budget, clock()
+        room = min(info.max_len, info.kv_tokens) - 1
+        widest = max(min(info.max_step_tokens, room // 2), 1)
+        self.widths = [width for width in WIDTHS if width <= widest]
+        self.contexts = [context for context in CONTEXTS if context + max(self.widths) <= room] or [1]
+        self.vocab_size = info.vocab_size
+
+    def run(self) -> tuple[list[int], list[int], list[list[float]], float]:
+        """The arguments of CostTable."""
+        slot = self.backend.acquire()
+        try:
+            least, *more = self.contexts
+            self.fill(slot, least)
+            # Half the time for the first context, whose widths matter most; then a few of them farther on.
+            first = self._rounds(slot, self.widths, 0.5 if more else 0.9)
+            widths = sorted(first)
+            table = [[first[width] for width in widths]]
+            per_sequence = self._per_sequence(slot, first)
+            for context in more:
+                if self._spent() > 0.7:
+                    break
+                self.fill(slot, context)
+                few = [width for width in WIDTHS[:4] if width in first]
+                farther = self._rounds(slot, few, 0.95)
+                added = [farther[width] - first[width] for width in sorted(farther)]
+                growth = _linear(np.array(widths), np.array(sorted(farther)), np.array(added))
+                table.append(np.maximum(np.array(table[0]) + growth, 1e-9).tolist())
+            return widths, self.contexts[: len(table)], table, per_sequence
+        finally:
+            self.backend.release(slot)
+
+    def _rounds(self, slot: int, widths: Sequence[int], until: float) -> dict[int, float]:
+        """Median seconds by width, of as many rounds as fit: interleaved, so that a busy moment hurts all alike."""
+        times: dict[int, list[float]] = {}
+        for n in count():
+            for width in widths:
+                if self._spent() > until and (n or len(times) >= 2):
+                    return {width: median(some) for width, some in times.items()}
+                self.forward(slot, 1)  # what a forward finds in the caches is what a step left there
+                times.setdefault(width, []).append(self.forward(slot, width))
+                self.progress(min(self._spent(), 1.0))
+            if n == 30:
+                return {width: median(some) for width, some in times.items()}
+        raise AssertionError("count() has no end")
+
+    def _per_sequence(self, slot: int, alone: dict[int, float]) -> float:
+        """What each of several sequences adds, one token each."""
+        most = min(SEQUENCES, self.backend.info.max_slots, max(alone))
+        context = self.backend.length(slot)
+        if most < 2 or most not in alone or (most + 1) * (context + 1) > self.backend.info.kv_tokens:
+            return 0.0
+        forks = [self.backend.fork(slot) for _ in range(most - 1)]
+        try:
+            batch = [Segment(one, (self._token(context),), context, 1) for one in (slot, *forks)]
+            times = []
+            for _ in range(3):
+                start = self.clock()
+                self.backend.forward(batch)
+                times.append(self.clock() - start)
+                for one in (slot, *forks):
+                    self.backend.truncate(one, context)
+            return max(median(times) - alone[most], 0.0) / (most - 1)
+        finally:
+            for one in forks:
+                self.backend.release(one)
+
+    def forward(self, slot: int, width: int) -> float:
+        """Seconds of one forward of `width` tokens, which are forgotten again."""
+        start = self.backend.length(slot)
+        tokens = tuple(self._token(start + i) for i in range(width))
+        before = self.clock()
+        self.backend.forward([Segment(slot, tokens, start, width)])
+        seconds = self.clock() - before
+        self.backend.truncate(slot, start)
+        return max(seconds, 1e-9)
+
+    def fill(self, slot: int, context: int) -> None:
+        """Bring the slot to `context` tokens."""
+        chunk = max(self.backend.info.max_step_tokens // 2, 1)
+        while (start := self.backend.length(slot)) < context:
+            tokens = tuple(self._token(i) for i in range(start, min(start + chunk, context)))
+            self.backend.forward([Segment(slot, tokens, start, 0)])
+
+    def _token(self, position: int) -> int:
+        """Any text will do; the same token over and over might be a special case to a kernel."""
+        return (position * 7919) % self.vocab_size
+
+    def _spent(self) -> float:
+        """Share of the budget."""
+        return (self.clock() - self.started) / self.budget
+
+
+def _linear(x: Any, known: Any, values: Any) -> Any:
+    """Piecewise linear through (known, values), known ascending; the outer pieces go on. values: [n, ...]."""
+    if known.size == 1:
+        return np.broadcast_to(values[0], (len(x), *np.shape(values)[1:])).copy()
+    i = np.clip(np.searchsorted(known, x, side="right") - 1, 0, known.size - 2)
+    share = (x - known[i]) / (known[i + 1] - known[i])
+    share = share.reshape(-1, *([1] * (np.ndim(values) - 1)))
+    return values[i] + (values[i + 1] - values[i]) * share

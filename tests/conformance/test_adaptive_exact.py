@@ -1,0 +1,108 @@
+"""The exact law with the controller in the loop: it looks at earlier steps, and the law does not.
+
+Times are made up and stand still, for the enumerator runs every branch from the beginning and must meet the same
+choices; what the controller believes of the acceptance moves with every branch, and so do the draft lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.engine import Engine
+from paceline.params import SamplingParams
+from paceline.schedule import Candidate, Controller, CostTable
+from paceline.schedule.cost import Share
+from tests.verify.tables import PAIRS, Tables
+
+from .engine_oracle import assert_same_law
+from .engine_runs import SUBJECT, Ask, Scene, law, logits_of
+from .enumerator import Branches
+from .test_engine_exact import MATES, WAYS, constant
+
+LENGTHS: set[int] = set()
+
+
+class Still(Controller):
+    """Drafting costs, so that lengths are settled before drafts are drawn; no clock has a say."""
+
+    def __init__(self, steep: float) -> None:
+        super().__init__(CostTable([1, 2, 3, 4], [0], [[10.0, 10.0 + steep, 10.0 + 2 * steep, 10.0 + 4 * steep]]))
+        self._per_depth = 0.5
+
+    def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
+        pass
+
+    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
+        pass
+
+    def budgets(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+        budgets = super().budgets(candidates, others)
+        LENGTHS.update(budgets)
+        return budgets
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdaptiveScene(Scene):
+    """A scene whose engine decides draft lengths; at most three."""
+
+    steep: float = 2.0
+
+    def engine(self, branches: Branches) -> Engine:
+        engine = super().engine(branches)
+        engine.controller = Still(self.steep)
+        engine.draft_length = 3
+        return engine
+
+
+@pytest.mark.parametrize("steep", [1.0, 2.5, 4.0])
+@pytest.mark.parametrize("pair", ["random", "zeros in both", "mixed"])
+@pytest.mark.parametrize("way", ["rejection", "block", "coupled", "point", "model, block", "unsure, block", "lookup"])
+def test_lengths_that_follow_the_acceptance(way: str, pair: str, steep: float) -> None:
+    LENGTHS.clear()
+    tables = Tables(pair, 2, seed=3)
+    verification, drafter = WAYS[way]
+    ask = Ask((0, 1, 0), SamplingParams(seed=SUBJECT, verification=verification, max_tokens=4))
+    mate = dataclasses.replace(MATES[0], params=SamplingParams(seed=71, verification="coupled", max_tokens=3))
+    s = AdaptiveScene(logits=logits_of(tables.p), q=tables.q, drafter=drafter, asks=(mate, ask), steep=steep)
+    assert_same_law(law(s), s.plain(ask))
+
+
+def test_the_lengths_do_follow() -> None:
+    """Otherwise the test above would show nothing."""
+    LENGTHS.clear()
+    s = AdaptiveScene(
+        logits=logits_of(constant(0.5, 0.5)),
+        q=constant(0.9, 0.1),
+        drafter=WAYS["block"][1],
+        asks=(Ask((0,), SamplingParams(seed=SUBJECT, verification="block", max_tokens=6)),),
+        steep=2.5,
+    )
+    law(s)
+    assert len(LENGTHS) >= 3, LENGTHS
+    assert len(PAIRS) > 3
+
+
+class Peeking(Still):
+    """Cuts sampled drafts after they were drawn, by what they are: what must never be done."""
+
+    def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+        return [sum(token == 0 for token in (c.proposal.tokens if c.proposal else ())) for c in candidates]
+
+
+def test_cutting_by_the_draft_itself_is_seen() -> None:
+    """The negative control: the enumerator sees anticipation."""
+
+    class Scene2(AdaptiveScene):
+        def engine(self, branches: Branches) -> Engine:
+            engine = super().engine(branches)
+            engine.controller = Peeking(1.0)
+            return engine
+
+    ask = Ask((0,), SamplingParams(seed=SUBJECT, verification="rejection", max_tokens=3))
+    s = Scene2(logits=logits_of(constant(0.5, 0.5)), q=constant(0.9, 0.1), drafter=WAYS["rejection"][1], asks=(ask,))
+    with pytest.raises(AssertionError):
+        assert_same_law(law(s), s.plain(ask))

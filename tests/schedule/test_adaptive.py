@@ -1,0 +1,226 @@
+"""Acceptance estimates and the allocation of drafts."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.schedule.adaptive import PRIOR_MEAN, Acceptance, Ask, allocate
+from paceline.schedule.controller import MAX_DRAFTS, Candidate, Controller
+from paceline.schedule.cost import CostTable
+from paceline.types import Proposal
+
+FLAT = CostTable([1, 64], [0], [[10.0, 11.0]])  # further tokens almost free
+STEEP = CostTable([1, 2], [0], [[10.0, 20.0]])  # each as dear as a step
+
+
+def feed(acceptance: Acceptance, accepted: int, judged: int) -> None:
+    for i in range(min(accepted + 1, judged)):
+        acceptance.observe(i, i < accepted)
+
+
+def test_estimates_approach_what_is_seen_at_each_position() -> None:
+    """sglang#8228: one average over all positions hides that later drafts are worth less."""
+    rng = np.random.default_rng(1)
+    truth = [0.9, 0.5, 0.2]
+    acceptance = Acceptance()
+    for _ in range(4000):
+        accepted = next((i for i, p in enumerate(truth) if rng.random() >= p), 3)
+        feed(acceptance, accepted, 3)
+    assert [acceptance.at(i) for i in range(3)] == pytest.approx(truth, abs=0.1)
+
+
+def test_a_draft_behind_a_rejected_one_says_nothing() -> None:
+    acceptance = Acceptance()
+    before = acceptance.at(0)
+    feed(acceptance, 0, 5)
+    first = acceptance.at(0)
+    assert first < before
+    for _ in range(50):
+        feed(acceptance, 0, 5)
+    assert acceptance._seen[1:] == []
+
+
+def test_full_acceptance_is_at_least() -> None:
+    """A proposal that was kept whole tells nothing of the position behind it, but does not lower it either."""
+    acceptance = Acceptance()
+    for _ in range(30):
+        feed(acceptance, 2, 2)
+    assert acceptance.at(0) > 0.9
+    assert acceptance.at(2) > 0.9, "what is not known yet follows what is known before it"
+
+
+def test_estimates_forget() -> None:
+    acceptance = Acceptance(memory=0.9)
+    for _ in range(200):
+        feed(acceptance, 1, 1)
+    for _ in range(30):
+        feed(acceptance, 0, 1)
+    assert acceptance.at(0) < 0.15
+
+
+def test_a_new_request_believes_what_others_saw_and_then_its_own() -> None:
+    pool = Acceptance()
+    for _ in range(100):
+        feed(pool, 0, 1)
+    mine = Acceptance(0.9, pool)
+    assert mine.at(0) < 0.1
+    assert Acceptance().at(0) == Acceptance().at(7) == PRIOR_MEAN
+    for _ in range(20):
+        feed(mine, 1, 1)
+    assert mine.at(0) > 0.6
+
+
+def chances(*single: float) -> np.ndarray:
+    return np.cumprod(single)
+
+
+def test_free_tokens_are_taken_and_dear_ones_are_not() -> None:
+    ask = Ask((1, 0), 1.0, chances(0.5, 0.5, 0.5, 0.5))
+    assert allocate([ask], FLAT).drafts == [4]
+    assert allocate([ask], STEEP).drafts == [0]
+    assert allocate([Ask((1, 0))], FLAT).drafts == [0]
+    assert allocate([], FLAT).drafts == []
+
+
+def test_the_likelier_request_gets_them() -> None:
+    costs = CostTable([1, 2, 3, 4, 5], [0], [[10, 10.5, 11, 30, 50]])  # a cliff behind three tokens
+    plan = allocate([Ask((1, 0), 1.0, chances(0.2, 0.2)), Ask((1, 0), 1.0, chances(0.9, 0.9))], costs)
+    assert plan.drafts == [0, 1]
+
+
+def test_drafting_costs_too() -> None:
+    ask = Ask((1, 0), 1.0, chances(0.9, 0.9, 0.9), np.array([9.0, 18.0, 27.0]))
+    assert allocate([ask], FLAT).drafts == [0]
+    ask.draft_seconds = np.array([0.5, 1.0, 1.5])
+    assert allocate([ask], FLAT).drafts == [3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0.01, 0.99), max_size=3), min_size=1, max_size=3),
+    st.lists(st.floats(0.1, 5.0), min_size=13, max_size=13),
+    st.floats(0, 5),
+)
+def test_nothing_better_exists(single: list[list[float]], increments: list[float], overhead: float) -> None:
+    """Against all allocations, on curves with cliffs and with dents."""
+    costs = CostTable(range(1, 14), [0], [np.maximum(np.cumsum(increments), 0.1)])
+    asks = [Ask((1, 0), 1.0, np.cumprod(one)) for one in single]
+    plan = allocate(asks, costs, overhead=overhead, margin=1.0)
+    best = 0.0
+    for drafts in itertools.product(*(range(len(one) + 1) for one in single)):
+        tokens = len(asks) + sum(ask.chances[:n].sum() for ask, n in zip(asks, drafts, strict=True))
+        seconds = costs.step_seconds([(1 + n, 0) for n in drafts]) + overhead
+        best = max(best, tokens / seconds)
+    assert plan.tokens / plan.seconds == pytest.approx(best, rel=1e-9)
+
+
+def roofline(tokens: int) -> float:
+    return max(tokens, 280) / 280 * 0.01
+
+
+def test_under_load_drafting_goes_to_zero_and_comes_back() -> None:
+    """vllm#27379, vllm#19254, sglang#12411: speculation that makes a loaded server slower. A knee at 280 tokens."""
+    widths = list(range(1, 600))
+    costs = CostTable(widths, [0], [[roofline(w) for w in widths]])
+    ask = Ask((1, 0), 1.0, chances(*[0.7] * 8))
+    drafts = {n: sum(allocate([ask] * n, costs).drafts) / n for n in (1, 8, 32, 64, 128, 200, 270, 300, 400)}
+    assert drafts[1] == drafts[8] == 8
+    assert drafts[64] > drafts[128] > drafts[200] > drafts[270] >= drafts[300] == drafts[400] == 0
+    assert sum(allocate([ask] * 8, costs).drafts) == 64
+
+
+def candidate(request_id: int, proposal: Proposal | None = None, *, most: int = 8, fixed: bool = False) -> Candidate:
+    return Candidate(request_id, (1, 0), most, fixed, "lookup", proposal)
+
+
+def test_good_guesses_are_verified_and_bad_ones_are_not() -> None:
+    """Without ever trying the bad ones out: the text shows what they would have been."""
+    costs = CostTable([1, 2, 4, 8, 16], [0], [[10, 14, 18, 24, 34]])
+    controller = Controller(costs)
+    lengths: dict[int, list[int]] = {0: [], 1: []}
+    for step in range(60):
+        for request_id, good in ((0, True), (1, False)):
+            guess = Proposal.point([7] * 8)
+            one = candidate(request_id, guess)
+            (n,) = controller.lengths([one], [])
+            lengths[request_id].append(n)
+            taken = [7] * (n + 1) if good else [3]
+            controller.observe(one, 100 * step, taken, n if good else 0, n)
+    assert lengths[0][-1] == 8
+    assert sum(lengths[1][20:]) == 0
+    # Whoever was bad and becomes good is noticed without a single draft verified in between.
+    for step in range(60, 90):
+        one = candidate(1, Proposal.point([7] * 8))
+        (n,) = controller.lengths([one], [])
+        controller.observe(one, 100 * step, [7] * (n + 1), n, n)
+    assert n > 2
+
+
+def test_proposals_are_judged_over_several_steps() -> None:
+    controller = Controller(STEEP)
+    one = candidate(0, Proposal.point([1, 2, 3, 4]))
+    controller.observe(one, 10, [1], 0, 0)
+    nothing = candidate(0, Proposal.point([]))
+    controller.observe(nothing, 11, [2, 3], 0, 0)
+    controller.observe(nothing, 13, [9], 0, 0)
+    estimate = controller._standings[0].estimates["lookup"]
+    assert estimate._seen == pytest.approx([1, 1, 1, 1])
+    assert estimate._kept == pytest.approx([1, 1, 1, 0])
+    assert controller._standings[0].watched == []
+
+
+def test_sampled_drafts_are_settled_before_they_are_drawn() -> None:
+    """Non-anticipation: a sampled proposal is never cut, whatever the estimates say."""
+    controller = Controller(STEEP)
+    q = np.full((5, 10), 0.1)
+    for step in range(30):
+        one = candidate(0, most=5)
+        (budget,) = controller.budgets([one], [])
+        controller.observe_step(budget, 2.0 * budget, 0.0)
+        one.proposal = Proposal.sampled([1] * budget, q[:budget]) if budget else Proposal.point([])
+        assert controller.lengths([one], []) == [budget]
+        controller.observe(one, step, [2], 0, budget)
+    assert budget == 0
+
+
+def test_a_drafter_that_costs_time_is_probed_now_and_then() -> None:
+    controller = Controller(CostTable([1, 2, 8], [0], [[10, 11, 12]]))
+    asked = []
+    good = False
+    for step in range(400):
+        good = step > 200
+        one = candidate(0, most=4)
+        (budget,) = controller.budgets([one], [])
+        controller.observe_step(budget, 2.0 * budget, 0.1)
+        asked.append(budget)
+        one.proposal = Proposal.sampled([1] * budget, np.full((budget, 10), 0.1)) if budget else Proposal.point([])
+        controller.observe(one, step, [2], budget if good else 0, budget)
+    quiet = asked[50:200]
+    assert 0 < sum(quiet) <= 6
+    assert asked[-1] == 4, "it was not noticed that drafts became good"
+
+
+def test_whoever_says_how_many_gets_them() -> None:
+    controller = Controller(STEEP)
+    fixed, free = candidate(0, Proposal.point([1, 2, 3]), fixed=True), candidate(1, Proposal.point([1, 2, 3]))
+    assert controller.lengths([fixed, free], []) == [3, 0]
+    assert controller.budgets([fixed, free], []) == [8, 8]
+    controller.observe_step(4, 40.0, 0.0)  # a drafter that costs time
+    assert controller.budgets([candidate(0, most=3, fixed=True), candidate(1)], []) == [3, 0]
+    assert MAX_DRAFTS >= 8
+
+
+def test_sources_are_kept_apart() -> None:
+    controller = Controller(STEEP)
+    guess = Proposal((1, 2, 3, 4), (-1, 0, 1, 2), "point", sources=(("forced", 2), ("lookup:3", 2)))
+    controller.observe(candidate(0, guess), 10, [1, 2, 9], 0, 0)
+    estimates = controller._standings[0].estimates
+    assert estimates["forced"]._kept == [1, 1]
+    assert estimates["lookup:3"]._kept == [0]
+    controller.forget(0)
+    assert controller._standings == {}

@@ -1,0 +1,154 @@
+"""The cost table: interpolation, refinement, and measuring with a clock that only a fake backend moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.backend.toy import ToyBackend
+from paceline.errors import InvalidInput
+from paceline.schedule.cost import CostTable
+from paceline.types import Segment
+
+TABLE = CostTable([1, 2, 4, 8], [0, 100], [[10, 11, 13, 17], [12, 13, 15, 20]], per_sequence=0.5)
+
+
+def test_entries_and_what_lies_between_and_beyond() -> None:
+    assert TABLE.seconds(1, 0) == 10
+    assert TABLE.seconds(4, 100) == 15
+    assert TABLE.seconds(3, 0) == 12
+    assert TABLE.seconds(6, 0) == 15
+    assert TABLE.seconds(1, 50) == 11
+    assert TABLE.seconds(1, 300) == 16
+    assert TABLE.seconds(12, 0) == 21
+
+
+def test_a_batch_costs_its_tokens_its_contexts_and_its_sequences() -> None:
+    assert TABLE.step_seconds([(1, 0), (1, 0)]) == 11 + 0.5
+    assert TABLE.step_seconds([(1, 100), (3, 100)]) == 13 + 2 + 2 + 0.5
+    assert TABLE.step_seconds([(1, 100), (3, 0), (4, 0)]) == 17 + 2 + 1.0
+
+
+def test_the_curve_is_the_same_step_with_more_tokens() -> None:
+    assert TABLE.curve([(1, 0), (1, 0)], 3).tolist() == [11.5, 12.5, 13.5, 14.5]
+
+
+def test_a_cliff_stays_a_cliff() -> None:
+    """A kernel that changes at 5 tokens: a line through the points would hide it."""
+    cliff = CostTable([1, 4, 5, 8], [0], [[10, 10, 20, 20]])
+    assert cliff.curve([(1, 0)], 7).tolist() == [10, 10, 10, 10, 20, 20, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("widths", "contexts", "table", "message"),
+    [
+        ([1, 1], [0], [[1, 1]], "widths"),
+        ([2, 1], [0], [[1, 1]], "widths"),
+        ([], [0], [[]], "widths"),
+        ([1], [5, 2], [[1], [1]], "contexts"),
+        ([1, 2], [0], [[1]], "shape"),
+        ([1, 2], [0], [[1, 0]], "above 0"),
+        ([1, 2], [0], [[1, float("nan")]], "above 0"),
+    ],
+)
+def test_what_is_no_table_is_refused(widths: Any, contexts: Any, table: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        CostTable(widths, contexts, table)
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=4, max_size=4), st.floats(0, 1e-3))
+def test_json_and_back(seconds: list[float], per_sequence: float) -> None:
+    table = CostTable([1, 7], [3, 500], [seconds[:2], seconds[2:]], per_sequence)
+    back = CostTable.from_json(table.to_json())
+    assert back.to_json() == table.to_json()
+    assert back.seconds(4, 77) == table.seconds(4, 77)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"widths": [1]}', '{"widths":1,"contexts":2,"seconds":3,"per_sequence":4}']
+)
+def test_other_json_is_refused(text: str) -> None:
+    with pytest.raises(InvalidInput, match="not a cost table"):
+        CostTable.from_json(text)
+
+
+def test_a_slower_machine_moves_all_widths_alike() -> None:
+    table = CostTable([1, 4], [0], [[10.0, 20.0]])
+    for _ in range(100):
+        table.observe([(1, 0)], 15.0)
+    assert table.seconds(1, 0) == pytest.approx(15.0, rel=0.02)
+    assert table.seconds(4, 0) / table.seconds(1, 0) > 1.2, "one width's news must not spoil the comparison"
+
+
+def test_a_wrong_entry_is_put_right_by_use() -> None:
+    table = CostTable([1, 4], [0], [[10.0, 40.0]])
+    for _ in range(400):
+        table.observe([(1, 0)], 10.0)
+        table.observe([(4, 0)], 20.0)
+    assert table.seconds(1, 0) == pytest.approx(10.0, rel=0.1)
+    assert table.seconds(4, 0) == pytest.approx(20.0, rel=0.1)
+
+
+def test_one_interrupted_forward_hardly_counts() -> None:
+    table = CostTable([1, 4], [0], [[10.0, 20.0]])
+    table.observe([(1, 0)], 5000.0)
+    assert table.seconds(1, 0) < 12.0
+
+
+class Timed(ToyBackend):
+    """A toy whose forwards take made-up time."""
+
+    def __init__(self, cost: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.now, self.cost, self.forwards = 0.0, cost, 0
+
+    def forward(self, batch: Sequence[Segment]) -> list[Any]:
+        self.now += self.cost(sum(len(s.tokens) for s in batch), max(s.start for s in batch), len(batch))
+        self.forwards += 1
+        return super().forward(batch)
+
+
+def knee(tokens: int, context: int, sequences: int) -> float:
+    return max(1.0, tokens / 12) * 0.004 + 1e-6 * context + 0.0005 * (sequences - 1)
+
+
+def test_measuring_finds_the_curve() -> None:
+    backend = Timed(knee, max_len=1200, max_seqs=4, max_step_tokens=256)
+    table = CostTable.measure(backend, budget_seconds=4.0, clock=lambda: backend.now)
+    for width in (1, 2, 3, 5, 8, 12, 16, 32):
+        for context in (64, 300, 900):
+            assert table.seconds(width, context) == pytest.approx(knee(width, context, 1), rel=0.02)
+    assert table.per_sequence == pytest.approx(0.0005, rel=0.1)
+    backend.check()
+    assert backend.slots_in_use == 0
+
+
+@pytest.mark.parametrize("seconds", [0.5, 3.0, 60.0])
+def test_a_slow_model_gets_a_coarser_table_and_not_a_longer_wait(seconds: float) -> None:
+    backend = Timed(lambda tokens, context, sequences: seconds * (1 + 0.1 * tokens), max_len=1200, max_step_tokens=256)
+    table = CostTable.measure(backend, budget_seconds=2.0, clock=lambda: backend.now)
+    assert table.widths.size >= 2
+    assert backend.now <= 2.0 + 8 * seconds * 7.4
+    assert table.seconds(5, 0) > table.seconds(1, 0)
+    assert backend.slots_in_use == 0
+
+
+def test_an_instant_model_ends_the_measurement() -> None:
+    backend = Timed(lambda *_: 0.0, max_len=1200)
+    CostTable.measure(backend, clock=lambda: backend.now)
+    assert backend.forwards < 5000
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(2, 80), st.integers(1, 3), st.integers(8, 64))
+def test_small_memories_can_be_measured(max_len: int, max_seqs: int, max_step_tokens: int) -> None:
+    backend = Timed(knee, max_len=max_len, max_seqs=max_seqs, max_step_tokens=max_step_tokens)
+    table = CostTable.measure(backend, budget_seconds=0.5, clock=lambda: backend.now)
+    assert np.isfinite(table.table).all()
+    backend.check()
+    assert backend.slots_in_use == 0

@@ -1,0 +1,108 @@
+"""Draft lengths that change from step to step change nothing that is generated."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline import LLM, SamplingParams
+from paceline.backend.toy import ToyBackend
+from paceline.draft import ForcedDrafter, LookupDrafter, ModelDrafter
+from paceline.engine import Engine
+from paceline.errors import InvalidParams
+from paceline.schedule import MAX_DRAFTS, Controller, CostTable, FixedLengths
+from paceline.types import Drafter, RequestOutput
+
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5] * 9, [7, 8, 9, 7, 8, 9, 7], [4]]
+
+
+def backend(seed: int = 3) -> ToyBackend:
+    return ToyBackend(12, seed=seed, stop_ids=(11,), max_len=96, max_seqs=4, kv_tokens=160)
+
+
+def drafter(kind: str, target: ToyBackend) -> Drafter:
+    if kind == "lookup":
+        return ForcedDrafter(LookupDrafter(min_ngram=1))
+    # The target's own twin is right all the time, another model hardly ever.
+    model = ToyBackend(12, seed=3 if kind == "twin" else 9, stop_ids=(11,), max_len=96, max_seqs=4)
+    return ModelDrafter(model, "model:toy", target)
+
+
+def generate(
+    kind: str, params: list[SamplingParams], controller: Controller | None, **options: Any
+) -> list[RequestOutput]:
+    target = backend()
+    engine = Engine(target, drafter(kind, target), controller=controller, **options)
+    ids = [engine.add(prompt, one) for prompt, one in zip(PROMPTS, params, strict=True)]
+    done: dict[int, RequestOutput] = {}
+    while engine.has_work:
+        done.update({c.request_id: c.output for c in engine.step() if c.output is not None})
+        engine.check()
+    assert target.slots_in_use == 0
+    if isinstance(engine.controller, Controller):
+        assert engine.controller._standings == {}, "a request that is over is remembered"
+    return [done[i] for i in ids]
+
+
+def random_table(rng: random.Random) -> CostTable:
+    """Anything from free drafts to dear ones, with cliffs and dents, so that lengths come out in every way."""
+    widths = sorted(rng.sample(range(1, 64), 8))
+    seconds = np.cumsum([rng.choice([0.0, 1e-5, 1e-3]) + 1e-6 for _ in widths])
+    return CostTable(widths, [0], [seconds])
+
+
+@pytest.mark.parametrize("kind", ["lookup", "model", "twin"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_path_is_the_same_as_with_fixed_lengths(kind: str, temperature: float) -> None:
+    """Point and coupled, with the real clock in the loop: whatever it decides, the tokens are plain decoding's."""
+    rng = random.Random(7)
+    lengths = set()
+    for seed in range(12):
+        params = [
+            SamplingParams(max_tokens=40, temperature=temperature, seed=seed + i, verification="coupled", top_p=0.95)
+            for i in range(len(PROMPTS))
+        ]
+        plain = [o.outputs[0].token_ids for o in generate(kind, params, None, draft_length=0)]
+        adaptive = generate(kind, params, Controller(random_table(rng)))
+        assert [o.outputs[0].token_ids for o in adaptive] == plain
+        lengths |= {len(o.speculation.drafted_at) for o in adaptive}
+    assert len(lengths) > (1 if kind == "model" else 2), "the lengths never varied, so nothing was shown"
+
+
+def test_a_request_that_says_how_many_gets_them() -> None:
+    dear = CostTable([1, 2], [0], [[1.0, 50.0]])
+    params = [SamplingParams(max_tokens=20, draft_length=n, seed=1) for n in (0, 1, 2, 3)]
+    outs = generate("lookup", params, Controller(dear))
+    assert [len(o.speculation.drafted_at) for o in outs][:3] == [0, 1, 2]
+
+
+def test_free_drafts_are_taken_and_dear_ones_are_not() -> None:
+    params = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)] * len(PROMPTS)
+    free = generate("lookup", params, Controller(CostTable([1, 999], [0], [[1e-3, 1.1e-3]])))
+    dear = generate("lookup", params, Controller(CostTable([1, 2], [0], [[1e-3, 1.0]])))
+    assert max(len(o.speculation.drafted_at) for o in free) > 4
+    assert sum(o.speculation.drafted for o in dear) <= 4
+
+
+def test_who_adapts() -> None:
+    assert not LLM("toy").engine.is_adaptive
+    assert LLM("toy", measure=True).engine.is_adaptive
+    assert not LLM("toy", measure=True, drafter="none").engine.is_adaptive
+    fixed = LLM("toy", measure=True, draft_length=3).engine
+    assert (fixed.is_adaptive, fixed.draft_length) == (False, 3)
+    assert isinstance(fixed.controller, FixedLengths)
+    assert LLM("toy", measure=True).engine.draft_length == MAX_DRAFTS
+    with pytest.raises(InvalidParams, match="measure = 1"):
+        LLM("toy", measure=1)  # type: ignore[arg-type]
+
+
+def test_reasons_are_told_to_who_listens() -> None:
+    llm = LLM("toy", measure=True)
+    said: list[str] = []
+    llm.engine.controller.listener = said.append  # type: ignore[attr-defined]
+    out = llm.generate("abcabcabcabc", SamplingParams(max_tokens=30, temperature=0.0))[0]
+    assert len(said) == out.speculation.steps
+    assert all("tokens in" in one and "without:" in one and "request 0:" in one for one in said)
