@@ -224,3 +224,25 @@ def test_sources_are_kept_apart() -> None:
     assert estimates["lookup:3"]._kept == [0]
     controller.forget(0)
     assert controller._standings == {}
+
+
+def test_the_first_step_of_all_is_soon_forgotten() -> None:
+    """It compiles and warms up; a second of that must not make lookup look dear."""
+    controller = Controller(FLAT)
+    controller.observe_step(4, 9000.0, 9000.0)
+    for _ in range(25):
+        controller.observe_step(4, 0.04, 0.5)
+    assert controller._per_depth < 2.0
+    assert controller._rest < 2.0
+
+
+def test_a_dear_drafter_is_judged_by_what_its_drafts_were() -> None:
+    """Proposals name their sources; before they are drawn, the source of the last ones is what to expect."""
+    controller = Controller(STEEP)
+    for step in range(30):
+        one = candidate(0)
+        (budget,) = controller.budgets([one], [])
+        controller.observe_step(max(budget, 1), 5.0 * max(budget, 1), 0.0)
+        one.proposal = Proposal.point([1] * budget, sources=(("forced", 0), ("lookup:2", budget)))
+        controller.observe(one, step, [2], 0, budget)
+    assert budget == 0

@@ -106,7 +106,7 @@ def _explain(llm: LLM) -> None:
             "--explain has nothing to say: the draft length is fixed here (toy model, no drafter, or --no-measure)"
         )
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-    controller.listener = console.print
+    controller.listener = lambda said: console.print(f"\n{said}")
 
 
 def is_toy(model: str) -> bool:

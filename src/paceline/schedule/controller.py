@@ -16,7 +16,7 @@ __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
 MAX_DRAFTS = 16
 """Most drafts of one request in one step."""
 CHEAP = 0.02  # share of a forward up to which drafting is as good as free
-RATE = 0.1  # of what is learned of a step's times
+RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
 PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time
 WATCHED = 4  # proposals of one request whose tokens are compared with the text
 
@@ -52,6 +52,7 @@ class _Standing:
 
     estimates: dict[str, Acceptance] = field(default_factory=dict)
     watched: list[_Watched] = field(default_factory=list)
+    source: str | None = None  # of the last drafts but forced ones: what to expect of the next
     idle: int = 0  # steps without drafts
 
 
@@ -124,12 +125,14 @@ class Controller(FixedLengths):
     def observe_step(self, depth: int, drafting: float, rest: float) -> None:
         """A step took `drafting` seconds for `depth` drafts behind one another, and `rest` for all but the forward."""
         if depth:
-            self._per_depth += RATE * (drafting / depth - self._per_depth) if self._per_depth else drafting / depth
-        self._rest += RATE * (rest - self._rest) if self._rest else rest
+            self._per_depth = _learned(self._per_depth, drafting / depth)
+        self._rest = _learned(self._rest, rest)
 
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
         standing, proposal = self._standing(candidate.request_id), candidate.proposal
+        if proposal is not None and len(proposal):
+            standing.source = next(source for source, size in reversed(_sources(proposal, candidate.name)) if size)
         if proposal is not None and proposal.kind == "sampled":
             for i in range(min(accepted + 1, verified)):
                 source, place = _place(_sources(proposal, candidate.name), i)
@@ -175,7 +178,8 @@ class Controller(FixedLengths):
 
     def _expected(self, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
-        chances = self._chances(candidate, [(candidate.name, candidate.most)])
+        source = self._standing(candidate.request_id).source or candidate.name
+        chances = self._chances(candidate, [(source, candidate.most)])
         if candidate.fixed:
             return _settled(candidate, chances)
         return Ask(candidate.share, 1.0, chances, np.full(chances.size, self._per_depth).cumsum())
@@ -205,13 +209,20 @@ class Controller(FixedLengths):
             f"{_rate(plan.plain_tokens, plan.plain_seconds)}"
         ]
         for candidate, ask, n in zip(candidates, asks, plan.drafts, strict=True):
-            sources = _sources(candidate.proposal or Proposal.point(()), candidate.name)
+            sources = _sources(candidate.proposal, candidate.name) if candidate.proposal is not None else ()
             chances = " ".join(f"{chance:.2f}" for chance in ask.chances)
             names = "+".join(source for source, size in sources if size) or candidate.name
             lines.append(
                 f"  request {candidate.request_id}: {n} of {ask.chances.size} from {names}, chances {chances or '-'}"
             )
         return "\n".join(lines)
+
+
+def _learned(known: float, seen: float) -> float:
+    """A duration after one more was seen: interruptions hardly count, and whatever came first is soon forgotten."""
+    if not known:
+        return seen
+    return known + (FALL if seen < known else RATE) * (min(seen, 2.0 * known) - known)
 
 
 def _rate(tokens: float, seconds: float) -> str:
