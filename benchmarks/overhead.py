@@ -1,10 +1,11 @@
-"""Share of a step spent outside the target's forward: smollm2:bf16, one request, K = 4, temperature 1.
+"""Share of a step spent outside the target's forward: smollm2:bf16, one request, K = 4.
 
     python benchmarks/overhead.py [--model smollm2:bf16] [--tokens 128] [--repeats 5]
 
-Runs the drafters in turn, several times over, and prints medians with the spread. "outside" is drafting,
-verification (distributions and draws included) and everything else, as a share of the decoding steps; for
-the draft model, whose drafting is a forward of its own, "outside" leaves drafting out and says so.
+Runs drafters and options in turn, several times over, and prints medians with the spread. "outside" is drafting,
+verification (distributions and draws included) and everything else, as a share of the decoding steps. For the draft
+model, whose drafting is a forward of its own, "outside without drafting" is the line to look at: it leaves drafting out
+of both sides. With lookup, see how many drafts a step had: a shorter forward makes the same work a larger share.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from paceline.models import resolve
 PROMPT = "Tell me how a bicycle race is won, and why riders stay close behind one another."
 
 
+OPTIONS: dict[str, dict[str, Any]] = {
+    "temperature 1": {"temperature": 1.0},
+    "top-p 0.9 and penalties": {
+        "temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2
+    },
+}  # fmt: skip
+LIMITS = {"temperature 1": 3, "top-p 0.9 and penalties": 8}
+K = 4
+
+
 def share(llm: LLM, params: SamplingParams) -> dict[str, float]:
     """Seconds by stage of one generation, prefill left out, and the counts behind them."""
     s = llm.chat([{"role": "user", "content": PROMPT}], params)[0].speculation
     outside = s.verify_seconds + s.other_seconds
     return {
         "outside": (outside + s.draft_seconds) / (outside + s.draft_seconds + s.forward_seconds),
-        "outside without drafting": outside / (outside + s.draft_seconds + s.forward_seconds),
+        "outside without drafting": outside / (outside + s.forward_seconds),
         "forward ms a step": 1e3 * s.forward_seconds / s.steps,
         "verify us a step": 1e6 * s.verify_seconds / s.steps,
         "draft us a step": 1e6 * s.draft_seconds / s.steps,
@@ -50,16 +61,16 @@ def main() -> None:
         "model:smollm2:q4_0": f"model:{resolve('smollm2:q4_0')}",
     }
     llms = {name: LLM(path, drafter=drafter, max_len=1024, max_seqs=1) for name, drafter in drafters.items()}
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in drafters}
+    runs: dict[tuple[str, str], list[dict[str, float]]] = {(d, o): [] for o in OPTIONS for d in drafters}
     for repeat in range(args.repeats + 1):
-        for name, llm in llms.items():
-            params = SamplingParams(temperature=1.0, max_tokens=args.tokens, draft_length=4, seed=repeat)
-            result = share(llm, params)
+        for name, options in runs:
+            params = SamplingParams(**OPTIONS[options], max_tokens=args.tokens, draft_length=K, seed=repeat)
+            result = share(llms[name], params)
             if repeat:  # the first round warms caches and compiles
-                runs[name].append(result)
-    print(f"{args.model}, one request, K = 4, temperature 1, {args.tokens} tokens, {args.repeats} runs interleaved")
-    for name, results in runs.items():
-        print(f"\ndrafter {name}")
+                runs[name, options].append(result)
+    print(f"{args.model}, one request, K = {K}, {args.tokens} tokens, {args.repeats} runs interleaved")
+    for (name, options), results in runs.items():
+        print(f"\ndrafter {name}, {options} (limit {LIMITS[options]}%)")
         for key in results[0]:
             values = sorted(r[key] for r in results)
             unit = "%" if key.startswith("outside") else ""

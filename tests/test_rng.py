@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 
@@ -247,6 +248,15 @@ class TestRace:
         monkeypatch.setattr(rng, "uniforms", lambda counter, key: (0.5, 0.5))
         assert rng.race_reference([0.0, 1.0, 2.0, 2.0], None, 0, 0, 0, Role.TARGET) == 2
 
+    @pytest.mark.parametrize("before, after", [(-1, 4), (3, 3), (200, 4)])
+    def test_equal_arrivals_in_whatever_order_go_to_the_lowest_token(self, monkeypatch, before, after):
+        """The block of the largest weight runs first, so a higher token may lead when a lower one arrives."""
+        monkeypatch.setattr(rng, "_uniform_of", lambda token, *key: 0.5)
+        words, best = np.zeros(64, dtype=np.uint32), math.inf if before < 0 else math.log(2) / 2
+        weights = np.array([1.0, 2.0, 2.0])
+        won = rng.run_block.py_func(3, weights, 1.0, words, words, ONES, before, best, 0, 0, 0, 0, 0)
+        assert won == (after, pytest.approx(math.log(2) / 2))
+
     def test_inputs_are_only_read(self):
         weights, ids = np.array([1.0, 2.0, 0.0]), np.array([3, 5, 8])
         weights.flags.writeable = ids.flags.writeable = False
@@ -352,3 +362,22 @@ def test_kernels_compile_where_nothing_can_be_cached(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", refuse)
     assert rng.kernel(lambda x: x + 1)(1) == 2
+
+
+def test_a_kernel_is_compiled_anew_when_what_it_inlines_has_changed(tmp_path):
+    """Numba looks at a kernel's own file only: after an update others would have gone on as they were."""
+    (tmp_path / "outer.py").write_text(
+        "from inner import value\nfrom paceline.rng import kernel\n@kernel\ndef total():\n    return value() + 1\n"
+        "print(total())\n"
+    )
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
+    shown = []
+    for value in ("1", "1 + 10", "1 + 10"):
+        inner = tmp_path / "inner.py"
+        text = f"from paceline.rng import inlined\n@inlined\ndef value():\n    return {value}\n"
+        if not inner.exists() or inner.read_text() != text:
+            inner.write_text(text)
+        command = [sys.executable, "-c", "import outer"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
+        shown.append(done.stdout.strip())
+    assert shown == ["2", "12", "12"]

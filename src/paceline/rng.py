@@ -27,6 +27,8 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -44,14 +46,17 @@ __all__ = [
     "fresh_seed",
     "inlined",
     "kernel",
+    "limit_of",
     "philox4x32",
     "philox4x32_rows",
     "race_reference",
+    "run_block",
     "uniforms",
+    "upper_words",
 ]
 
 Words4 = tuple[int, int, int, int]
-Words2 = tuple[int, int]
+Key = tuple[int, int, int, int, int]
 F = TypeVar("F", bound=Callable[..., Any])
 
 MASK32 = 0xFFFFFFFF
@@ -74,9 +79,22 @@ def inlined(function: F) -> F:
 def _compiled(function: F, **options: Any) -> F:
     options |= {"nogil": True, "error_model": "numpy"}
     try:
-        return cast(F, numba.njit(cache=True, **options)(function))
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder that numba may write to: every process compiles for itself
         return cast(F, numba.njit(**options)(function))
+    # Numba looks at the function's own file to see whether what it cached is fresh; it inlines from others too.
+    file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if hasattr(file, "_source_stamp"):
+        file._source_stamp = (file._source_stamp, _stamp_of(Path(function.__code__.co_filename).parent))
+    return cast(F, compiled)
+
+
+@lru_cache
+def _stamp_of(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Time and size of this file, and of all in another folder of kernels."""
+    here = Path(__file__)
+    stats = [path.stat() for path in ([here] if folder == here.parent else [here, *sorted(folder.glob("*.py"))])]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 # --- Philox4x32-10 ----------------------------------------------------------------------------------
@@ -87,10 +105,7 @@ WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
 
 
 def philox4x32(counter: Sequence[int], key: Sequence[int]) -> Words4:
-    """Philox4x32-10: four 32-bit words from four counter words and two key words, all in [0, 2**32).
-
-    Written for reading; `philox4x32_rows` is the compiled twin.
-    """
+    """Four 32-bit words from four counter words and two key words; `philox4x32_rows` is the compiled twin."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -165,13 +180,12 @@ def _lane0(c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
 
 
 @kernel
-def _noise_of_range(first: int, c1: int, c2: int, c3: int, k0: int, k1: int, out: Any) -> None:
-    """out[i] = the uniform of token first + i; `first` and the length of `out` are even."""
-    u1, u2, u3, v0, v1 = np.uint64(c1), np.uint64(c2), np.uint64(c3), np.uint64(k0), np.uint64(k1)
-    for i in range(out.size // 2):
-        a, b, c, d = _philox(np.uint64(first // 2 + i), u1, u2, u3, v0, v1)
-        out[2 * i] = _unit(a, b)
-        out[2 * i + 1] = _unit(c, d)
+def _uniform_of(token: int, c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
+    """The uniform of one token."""
+    a, b, c, d = _philox(
+        np.uint64(token >> 1), np.uint64(c1), np.uint64(c2), np.uint64(c3), np.uint64(k0), np.uint64(k1)
+    )
+    return _unit(c, d) if token & 1 else _unit(a, b)
 
 
 @kernel
@@ -186,9 +200,10 @@ def _noise_of_ids(ids: Any, c1: int, c2: int, c3: int, k0: int, k1: int, out: An
 
 # --- the exponential race ---------------------------------------------------------------------------
 
-BLOCK = 128  # tokens whose noise is made together; even
-# u <= -log(1 - u), so a token with u > best * w has lost before the logarithm is taken. The slack is far above
-# the rounding of the three operations involved, so a token is only passed over when it loses in floats too.
+BLOCK = 128  # tokens that are looked at together
+PAIRS = BLOCK // 2
+# u <= -log(1 - u), so a token with u > best * w has lost before the logarithm is taken. The slack is far above the
+# rounding of the operations involved, so a token is only passed over when it loses in floats too.
 SLACK = 1.0 + 1e-12
 NO_IDS = np.empty(0, dtype=np.int64)
 BAD_WEIGHTS, BAD_IDS = -1, -2
@@ -221,21 +236,126 @@ def race_reference(
     return winner
 
 
-@kernel
-def _largest(weights: Any) -> Any:
-    """The largest weight, or -1 where one is negative (-0.0 included), NaN or infinite.
+@inlined
+def limit_of(best: Any, weight: Any) -> Any:
+    """The largest upper word of a uniform, uint32, with which a token of this weight or less may still win."""
+    bound = best * SLACK * weight
+    return np.uint32(bound * 2.0**32) if bound < 1.0 else np.uint32(MASK32)
 
-    Floats of one sign order as their bits do; as unsigned integers, whatever is not a finite non-negative
-    number lies above all that are. A maximum of integers is one vector instruction, a maximum of floats
-    that must notice NaN is not.
+
+@kernel
+def upper_words(start: int, limit: Any, even: Any, odd: Any, c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
+    """The upper words of the uniforms of BLOCK tokens, and whether any of them is at most `limit`.
+
+    start: the first token, even. even, odd: uint32[PAIRS], for the even and the odd tokens. Most lose by it alone.
+    """
+    u1, u2, u3, v0, v1 = np.uint64(c1), np.uint64(c2), np.uint64(c3), np.uint64(k0), np.uint64(k1)
+    below = np.uint32(0)
+    for i in range(PAIRS):
+        a, _, c, _ = _philox(np.uint64(start // 2 + i), u1, u2, u3, v0, v1)
+        even[i], odd[i] = np.uint32(a), np.uint32(c)
+        below |= np.uint32(np.uint32(a) <= limit) | np.uint32(np.uint32(c) <= limit)
+    return below > 0
+
+
+@kernel
+def run_block(
+    start: int, weights: Any, scale: float, even: Any, odd: Any, limit: Any, winner: int, best: float,
+    c1: int, c2: int, c3: int, k0: int, k1: int,
+) -> Any:  # fmt: skip
+    """Winner and its arrival after the tokens start, start + 1, ... have run too, with weights * scale."""
+    for i in range(weights.size):
+        if (odd[i >> 1] if i & 1 else even[i >> 1]) > limit:
+            continue
+        weight = weights[i] * scale
+        if not weight > 0:
+            continue
+        u = _uniform_of(start + i, c1, c2, c3, k0, k1)
+        if u <= best * SLACK * weight:
+            arrival = -math.log1p(-u) / weight
+            if arrival < best or (arrival == best and start + i < winner):
+                winner, best = start + i, arrival
+    return winner, best
+
+
+def _race(weights: FloatArray, ids: IntArray, c1: int, c2: int, c3: int, k0: int, k1: int) -> int:
+    """Index of the winner, or BAD_WEIGHTS or BAD_IDS. float64[n]; int64[n], or int64[0] when dense."""
+    return int(_race_of_ids(weights, ids, c1, c2, c3, k0, k1) if ids.size else _dense_race(weights, c1, c2, c3, k0, k1))
+
+
+@kernel
+def _dense_race(weights: Any, c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
+    """The winner among float64[V], or BAD_WEIGHTS. The block of the largest weight runs first and sets the pace."""
+    tops = _tops(weights)
+    first = np.argmax(tops)
+    largest = np.uint64(tops[first]).view(np.float64)
+    if not 0 < largest < np.inf:
+        return BAD_WEIGHTS
+    if weights.size == 1:
+        return 0
+    scale = _scale_of(largest)
+    even, odd = np.empty(PAIRS, dtype=np.uint32), np.empty(PAIRS, dtype=np.uint32)
+    winner, best = -1, np.inf
+    for turn in range(-1, tops.size):
+        b: Any = first if turn < 0 else turn
+        if turn == first or tops[b] == 0:
+            continue
+        limit = limit_of(best, np.uint64(tops[b]).view(np.float64) * scale)
+        if upper_words(b * BLOCK, limit, even, odd, c1, c2, c3, k0, k1):
+            part = weights[b * BLOCK : (b + 1) * BLOCK]
+            winner, best = run_block(b * BLOCK, part, scale, even, odd, limit, winner, best, c1, c2, c3, k0, k1)
+    return winner
+
+
+@kernel
+def _race_of_ids(weights: Any, ids: Any, c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
+    """Index of the winner among sparse weights, or BAD_WEIGHTS or BAD_IDS. float64[n], int64[n]."""
+    tops = _tops(weights)
+    largest = np.uint64(tops[np.argmax(tops)]).view(np.float64)
+    if not 0 < largest < np.inf:
+        return BAD_WEIGHTS
+    if not _ascending(ids):
+        return BAD_IDS
+    if weights.size == 1:
+        return 0
+    scale = _scale_of(largest)
+    noise = np.empty(BLOCK)
+    winner, best = -1, np.inf
+    for start in range(0, weights.size, BLOCK):
+        w = weights[start : start + BLOCK]
+        u = noise[: w.size]
+        _noise_of_ids(ids[start : start + BLOCK], c1, c2, c3, k0, k1, u)
+        for i in range(w.size):
+            weight = w[i] * scale
+            if weight > 0 and u[i] <= best * SLACK * weight:
+                arrival = -math.log1p(-u[i]) / weight
+                if arrival < best:
+                    winner, best = start + i, arrival
+    return winner
+
+
+@kernel
+def _tops(weights: Any) -> Any:
+    """The bits of the largest weight of each block, uint64[V / BLOCK].
+
+    Floats of one sign order as their bits do; as unsigned integers, whatever is not a finite non-negative number
+    (-0.0 included) lies above all that are. Maxima of integers are vector instructions.
     """
     bits = weights.view(np.uint64)
-    top = np.uint64(0)
-    for i in range(bits.size):
-        top = max(top, bits[i])
-    if top >= np.uint64(0x7FF0000000000000):
-        return -1.0
-    return np.uint64(top).view(np.float64)
+    tops = np.empty((bits.size + BLOCK - 1) // BLOCK, dtype=np.uint64)
+    for b in range(tops.size):
+        block = bits[b * BLOCK : (b + 1) * BLOCK]
+        top = np.uint64(0)
+        for i in range(block.size):
+            top = max(top, block[i])
+        tops[b] = top
+    return tops
+
+
+@inlined
+def _scale_of(largest: Any) -> Any:
+    """The power of two that brings the largest weight near 1."""
+    return math.ldexp(1.0, -min(max(math.frexp(largest)[1], -1000), 1000))
 
 
 @kernel
@@ -244,47 +364,6 @@ def _ascending(ids: Any) -> Any:
     for i in range(ids.size - 1):
         falls += ids[i] >= ids[i + 1]
     return falls == 0 and ids[0] >= 0 and ids[-1] <= 2 * MASK32
-
-
-@kernel
-def _can_win(weights: Any, noise: Any, bound: Any) -> Any:
-    """Whether any token of the block may still arrive before best = bound / SLACK."""
-    contenders = 0
-    for i in range(weights.size):
-        contenders += noise[i] <= bound * weights[i]
-    return contenders > 0
-
-
-@kernel
-def _race(weights: Any, ids: Any, c1: int, c2: int, c3: int, k0: int, k1: int) -> Any:
-    """Index of the winner, or BAD_WEIGHTS or BAD_IDS. float64[n]; int64[n], or int64[0] when dense."""
-    largest = _largest(weights)
-    if not largest > 0:
-        return BAD_WEIGHTS
-    dense = ids.size == 0
-    if not dense and not _ascending(ids):
-        return BAD_IDS
-    if weights.size == 1:
-        return 0
-    scale = math.ldexp(1.0, -min(max(math.frexp(largest)[1], -1000), 1000))
-    noise = np.empty(BLOCK)
-    winner, best = -1, np.inf
-    for start in range(0, weights.size, BLOCK):
-        w = weights[start : start + BLOCK]
-        u = noise[: w.size]
-        if dense:
-            _noise_of_range(start, c1, c2, c3, k0, k1, noise[: w.size + (w.size & 1)])
-        else:
-            _noise_of_ids(ids[start : start + BLOCK], c1, c2, c3, k0, k1, u)
-        if not _can_win(w, u, best * SLACK * scale):
-            continue
-        for i in range(w.size):
-            weight = w[i] * scale
-            if weight > 0 and u[i] <= best * SLACK * weight:
-                arrival = -math.log1p(-u[i]) / weight
-                if arrival < best:
-                    winner, best = start + i, arrival
-    return winner
 
 
 # --- keys -------------------------------------------------------------------------------------------
@@ -361,6 +440,15 @@ class KeyedDraws:
         c1, c2, c3 = counter_words(position, self.step_start, Role.ACCEPT, node)
         return bool(_lane0(c1, c2, c3, self._key0, self._key1) < probability)
 
+    def key(self, position: int, role: Role, node: int = 0) -> Key:
+        """Counter words 1, 2 and 3 and the two key words of one pick, for a kernel that makes the noise itself.
+
+        Raises InvalidInput for role ACCEPT.
+        """
+        if role == Role.ACCEPT:
+            raise InvalidInput("role ACCEPT belongs to accept(); pick with TARGET, DRAFT or RECOVER")
+        return (*counter_words(position, self.step_start, role, node), self._key0, self._key1)
+
     def pick(
         self,
         weights: FloatArray,
@@ -377,9 +465,7 @@ class KeyedDraws:
         row draws what the dense row with zeros elsewhere would. A single weight needs no noise.
         Raises InvalidDistribution where weights or ids break this, InvalidInput for role ACCEPT.
         """
-        if role == Role.ACCEPT:
-            raise InvalidInput("role ACCEPT belongs to accept(); pick with TARGET, DRAFT or RECOVER")
-        c1, c2, c3 = counter_words(position, self.step_start, role, node)
+        c1, c2, c3, k0, k1 = self.key(position, role, node)
         w = np.ascontiguousarray(weights, dtype=np.float64)
         names = NO_IDS if ids is None else np.ascontiguousarray(ids, dtype=np.int64)
         if w.ndim != 1 or w.size == 0 or (ids is not None and names.shape != w.shape):
@@ -388,10 +474,10 @@ class KeyedDraws:
                 f"pick at position {position} got weights of shape {w.shape}{shape}; "
                 "pass one weight or more on one axis, and ids of the same shape or none"
             )
-        winner = int(_race(w, names, c1, c2, c3, self._key0, self._key1))
+        winner = _race(w, names, c1, c2, c3, k0, k1)
         if winner == BAD_WEIGHTS:
             _check_weights(w, names, position, role)
-            winner = int(_race(w + 0.0, names, c1, c2, c3, self._key0, self._key1))  # -0.0 becomes 0.0
+            winner = _race(w + 0.0, names, c1, c2, c3, k0, k1)  # -0.0 becomes 0.0
         if winner == BAD_IDS:
             raise InvalidDistribution(
                 f"pick at position {position} got ids that do not ascend strictly from 0; sort them, once each"

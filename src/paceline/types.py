@@ -132,6 +132,10 @@ class Distribution:
         i = int(np.searchsorted(self.ids, token))
         return float(self.probs[i]) if i < self.ids.size and self.ids[i] == token else 0.0
 
+    def pick(self, draws: Draws, position: int, role: Role, node: int = 0) -> int:
+        """One token drawn from it, by `draws.pick`."""
+        return draws.pick(self.probs, position, role, ids=self.ids, node=node)
+
     def at(self, ids: IntArray | None) -> FloatArray:
         """Probabilities at `ids` (None: at every token, float64[V]). May be a view: do not write."""
         if self.ids is None:

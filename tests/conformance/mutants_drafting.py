@@ -31,7 +31,7 @@ Patch = pytest.MonkeyPatch
 # --- drafters that lie about q ------------------------------------------------------------------------
 
 Q = "context.history.distribution(self._fit(logits), job.drafts)"
-PICK = "context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)"
+PICK = "q.pick(context.draws, position, context.role, node)"
 
 
 def draw_under(patch: Patch, change: Callable[[SamplingParams], SamplingParams]) -> None:
@@ -75,7 +75,7 @@ def _(patch: Patch) -> None:
     edit(
         patch,
         ModelDrafter._draft,
-        (PICK, PICK.replace("q.probs", f"{raw}.probs").replace("ids=q.ids, ", "")),
+        (PICK, PICK.replace("q.pick", f"{raw}.pick")),
         distribution=distribution,
         plain=SamplingParams(),
     )
@@ -121,7 +121,7 @@ def _(patch: Patch) -> None:
 @mutant("drafts of a step share their noise", "one key for all draws of the chain", "law/model")
 def _(patch: Patch) -> None:
     edit(
-        patch, ModelDrafter._draft, (PICK, PICK.replace("position", "job.num_committed").replace("node=node", "node=0"))
+        patch, ModelDrafter._draft, (PICK, PICK.replace("position", "job.num_committed").replace(", node)", ", 0)"))
     )
 
 

@@ -120,7 +120,7 @@ def _(patch: Patch) -> None:
 
 @mutant("always accept, point", "lookup drafts count as certain", "rules/point", "openvino.genai PR #2331")
 def _(patch: Patch) -> None:
-    edit(patch, verify_point, ("t = draws", "t = x[i] if i < len(x) else draws"))
+    edit(patch, verify_point, ("t = p[i]", "t = x[i] if i < len(x) else p[i]"))
 
 
 @mutant("q / p instead of p / q", "the letters are swapped", "rules/rejection")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import BadLogits, InvalidInput, InvalidParams
 from paceline.params import SamplingParams
-from paceline.sampling import TokenCounts, distribution, kernels, reference_distribution
+from paceline.rng import KeyedDraws, Role
+from paceline.sampling import TokenCounts, distribution, kernels, reference_distribution, warm_up
 from paceline.types import Distribution
 
 TINY, HUGE = 1e-6, 1e6
@@ -25,11 +28,17 @@ TEMPERATURES = [0.0, 5e-324, 1e-300, TINY, 0.7, 1.0, 1.5, HUGE, 1e308]
 
 
 def same(logits, params: SamplingParams, prompt=(), output=()) -> Distribution:
-    """Fast path and reference give equal bits; the result sums to 1 and is as its docstring says."""
+    """Fast path and reference give equal bits, whatever is asked first; the result sums to 1 and is as documented."""
     counts = TokenCounts(prompt)
     counts.add(output)
-    fast = distribution(logits, params, counts if params.has_penalties else None)
+    history = counts if params.has_penalties else None
     slow = reference_distribution(logits, params, prompt, output)
+    tokens = sorted({0, len(logits) // 3, len(logits) - 1})
+    first_prob, first_at = (distribution(logits, params, history) for _ in range(2))
+    assert [first_prob.prob(token) for token in tokens] == [slow.prob(token) for token in tokens]
+    assert first_at.at(np.array(tokens)).tolist() == slow.at(np.array(tokens)).tolist()
+    assert np.array_equal(first_prob.dense(), slow.dense())
+    fast = distribution(logits, params, history)
     assert (fast.ids is None) == (slow.ids is None)
     if fast.ids is not None and slow.ids is not None:
         assert fast.ids.dtype == np.int64
@@ -39,6 +48,8 @@ def same(logits, params: SamplingParams, prompt=(), output=()) -> Distribution:
     assert fast.vocab_size == slow.vocab_size == len(logits)
     assert fast.probs.dtype == np.float64
     assert np.array_equal(fast.probs, slow.probs)
+    assert [fast.prob(token) for token in tokens] == [slow.prob(token) for token in tokens]
+    assert fast.at(np.array(tokens)).tolist() == slow.at(np.array(tokens)).tolist()
     assert abs(math.fsum(fast.probs) - 1) <= 1e-12
     return fast
 
@@ -338,8 +349,8 @@ class TestInputs:
         def fail(*arguments):
             raise AssertionError("a filter kernel ran")
 
-        monkeypatch.setattr(kernels, "shortlist", fail)
-        monkeypatch.setattr(kernels, "truncate", fail)
+        for name in ("tops_of", "shortlist", "truncate"):
+            monkeypatch.setattr(kernels, name, fail)
         row = np.zeros(10, dtype=np.float32)
         distribution(row, SamplingParams(top_k=10, top_p=1.0, min_p=0.0, temperature=0.7), None)
         with pytest.raises(AssertionError, match="filter kernel"):
@@ -355,3 +366,146 @@ class TestInputs:
         ]  # fmt: skip
         for a, b in itertools.combinations(options, 2):
             same(logits, SamplingParams(**(a | b)), [1, 2], [2, 5, 5])
+
+
+class Watched(KeyedDraws):
+    """Keyed draws that somebody watches: they must be shown what is drawn from."""
+
+    def pick(self, weights, position, role, *, ids=None, node=0):
+        self.seen = weights
+        return super().pick(weights, position, role, ids=ids, node=node)
+
+    __slots__ = ("seen",)
+
+
+class TestDraws:
+    """A token drawn from a row without filters, which is never made into an array for it."""
+
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("size", [1, 2, 63, 129, 1000, 49_152])
+    def test_as_the_draws_themselves_would(self, size, dtype):
+        """The race on weights is that on probabilities up to rounding, which decides none of these."""
+        random = np.random.default_rng(size)
+        for position, scale in itertools.product(range(3), (0.1, 3.0, 30.0)):
+            logits = (random.normal(size=size) * scale).astype(dtype)
+            for params in (SamplingParams(), SamplingParams(temperature=0.6), SamplingParams(logit_bias={0: 2.0})):
+                p, draws = distribution(logits, params, None), KeyedDraws(9, 4)
+                for role, node in ((Role.TARGET, 0), (Role.DRAFT, 3), (Role.RECOVER, 1)):
+                    token = p.pick(draws, position, role, node)
+                    assert token == draws.pick(p.probs, position, role, node=node)
+                    assert p.prob(token) > 0
+
+    def test_a_token_of_mass_zero_never_comes(self):
+        logits = np.full(300, -np.inf, dtype=np.float32)
+        logits[[7, 250]] = 0.0, -700.0
+        p = distribution(logits, SamplingParams(), None)
+        assert {p.pick(KeyedDraws(seed, 0), 0, Role.TARGET) for seed in range(300)} == {7}
+
+    def test_follows_p(self):
+        """20,000 draws from four tokens; each share within 5 standard deviations: a false alarm in 400,000 runs."""
+        logits = np.log([0.4, 0.3, 0.2, 0.1])
+        p, n = distribution(logits, SamplingParams(), None), 20_000
+        picks = np.bincount([p.pick(KeyedDraws(5, 0), i, Role.TARGET) for i in range(n)], minlength=4)
+        for count, share in zip(picks, (0.4, 0.3, 0.2, 0.1), strict=True):
+            assert abs(count - n * share) < 5 * math.sqrt(n * share * (1 - share))
+
+    def test_whoever_watches_the_draws_sees_p(self):
+        p, draws = distribution(np.array([0.0, 1.0]), SamplingParams(), None), Watched(1, 0)
+        assert p.pick(draws, 0, Role.TARGET) == KeyedDraws(1, 0).pick(p.probs, 0, Role.TARGET)
+        assert draws.seen.tolist() == p.probs.tolist()
+
+    def test_draws_that_are_replaced_see_p(self, monkeypatch):
+        monkeypatch.setattr(KeyedDraws, "pick", lambda self, weights, *where, **names: int(np.argmin(weights)))
+        assert distribution(np.array([0.0, -9.0, 1.0]), SamplingParams(), None).pick(KeyedDraws(1, 0), 0, 0) == 1
+
+    def test_accept_noise_cannot_be_picked_with(self):
+        with pytest.raises(InvalidInput, match="ACCEPT"):
+            distribution(np.zeros(3), SamplingParams(), None).pick(KeyedDraws(1, 0), 0, Role.ACCEPT)
+
+    def test_no_array_of_p_is_made(self, monkeypatch):
+        def fail(*arguments):
+            raise AssertionError("an array of weights was made")
+
+        monkeypatch.setattr(kernels, "weigh", fail)
+        monkeypatch.setattr(kernels, "weights_of", fail)
+        p = distribution(np.arange(1000.0), SamplingParams(), None)
+        assert p.pick(KeyedDraws(1, 0), 0, Role.TARGET) >= 0
+        assert 0 < p.prob(999) < 1
+        with pytest.raises(AssertionError, match="array of weights"):
+            p.dense()
+
+
+class TestOwnership:
+    @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+    @pytest.mark.parametrize("kind", ["array", "view", "list", "read-only"])
+    def test_what_becomes_of_the_logits_does_not_matter(self, kind, dtype):
+        """A backend's next forward overwrites its rows while a drafter's q is still in use."""
+        whole = np.random.default_rng(0).normal(size=(2, 200)).astype(dtype)
+        expected = distribution(whole[1].copy(), SamplingParams(), None).dense().tolist()
+        logits = {"array": whole[1].copy(), "view": whole[1], "list": whole[1].tolist(), "read-only": whole[1].copy()}[
+            kind
+        ]
+        if kind == "read-only":
+            logits.flags.writeable = False
+        p = distribution(logits, SamplingParams(), None)
+        if kind == "read-only":
+            logits.flags.writeable = True
+        logits[:] = [0.0] * 200
+        whole[:] = 0.0
+        assert p.dense().tolist() == expected
+
+    def test_borrowed_logits_are_not_copied(self):
+        logits = np.array([0.0, 1.0, 2.0])
+        p = distribution(logits, SamplingParams(), None, borrow=True)
+        logits[:] = 2.0, 1.0, 2.0  # what a caller who borrows must not do; here it shows that nothing was copied
+        assert p.prob(0) == p.prob(2)
+
+    def test_a_row_out_of_range_is_an_error(self):
+        p = distribution(np.zeros(4), SamplingParams(), None)
+        with pytest.raises(IndexError):
+            p.prob(4)
+        with pytest.raises(IndexError):
+            p.at(np.array([1, 4]))
+
+
+class TestWarmUp:
+    def test_tells_how_far_it_is(self):
+        told = []
+        warm_up(lambda *what: told.append(what))
+        what, done, everything = zip(*told, strict=True)
+        assert set(what) == {"sampling kernels"}
+        assert list(done) == list(range(everything[0] + 1))
+        assert len(set(everything)) == 1
+
+    def test_no_kernel_is_compiled_or_loaded_later(self):
+        """The first request waited for a compiler, without a word. Every option, both widths, in a fresh process."""
+        code = """
+import gc
+
+import numpy as np
+from numba.core.dispatcher import Dispatcher
+from paceline.params import SamplingParams
+from paceline.rng import KeyedDraws, Role
+from paceline.sampling import TokenCounts, distribution, warm_up
+
+def ready():
+    return sum(len(thing.overloads) for thing in gc.get_objects() if isinstance(thing, Dispatcher))
+
+warm_up()
+before = ready()
+for dtype in (np.float32, np.float64):
+    rows = np.random.default_rng(0).normal(size=(2, 700)).astype(dtype)
+    for options in ({}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 500}, {"top_p": 0.9}, {"min_p": 0.1},
+                    {"top_p": 1, "top_k": 3, "repetition_penalty": 2}, {"logit_bias": {3: 1.0}}):
+        draws, counts = KeyedDraws(1, 2), TokenCounts([1])
+        p = distribution(rows[1], SamplingParams(**options), counts)
+        if p.ids is None:
+            p.pick(draws, 3, Role.TARGET)
+        p.prob(3)
+        draws.pick(p.probs, 3, Role.RECOVER, ids=p.ids)
+        draws.accept(0.5, 3)
+        distribution(rows[1], SamplingParams(**options), counts).dense()
+print(ready() - before)
+"""
+        shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert shown.strip() == "0"

@@ -215,7 +215,7 @@ class ModelDrafter:
         except PacelineError as error:
             job.fail(error)
             return
-        token = context.draws.pick(q.probs, position, context.role, ids=q.ids, node=node)
+        token = q.pick(context.draws, position, context.role, node)
         job.drafts.append(token)
         job.q.append(q)
         # A draft that ends the request is kept and nothing is drafted behind it. Dropping it instead

@@ -5,7 +5,9 @@ processors.py   the user's own transforms, which come first
 masks.py        allowed_token_ids, bad_words, min_tokens
 constrain.py    grammars
 counts.py       what penalties count
-fast.py         `distribution`: from a constrained row to p, compiled; kernels.py
+fast.py         `distribution`: from a constrained row to p, compiled
+softmax.py      p of a row that no filter cuts, which makes what it is asked for
+kernels/        what is compiled; warm.py makes it ready before the first request
 reference.py    what all of it means, in plain numpy
 logprobs.py     the numbers that are reported
 
@@ -21,6 +23,7 @@ from .masks import bad_word_sequences
 from .processors import cloned, run_processors
 from .reference import reference_distribution
 from .spelling import spelled
+from .warm import warm_up
 
 __all__ = [
     "CompiledGrammar",
@@ -36,4 +39,5 @@ __all__ = [
     "reference_distribution",
     "run_processors",
     "spelled",
+    "warm_up",
 ]

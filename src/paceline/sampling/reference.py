@@ -154,10 +154,10 @@ def with_frequency(z: FloatArray, penalty: float, counts: IntArray) -> FloatArra
 
 
 def relative(z: FloatArray, temperature: float) -> FloatArray:
-    """Weights exp((z - max z) / temperature): 1 for the most likely token, 0 below exp(-708)."""
+    """Weights exp((z - max z) / temperature): 1 for the most likely token, 0 from 2**-1023 down."""
     weights = np.empty_like(z)
     with np.errstate(over="ignore"):
-        kernels.exp((z - z.max()) / temperature, weights)
+        kernels.exp2_of((z - z.max()) * kernels.scale_of(temperature), weights)
     return weights
 
 
@@ -184,8 +184,8 @@ def min_p(weights: FloatArray, share: float) -> FloatArray:
 
 
 def total_of(weights: FloatArray) -> float:
-    """Sum of float64[V] in the order that the compiled path uses too: 64 lanes by token % 64, then halving."""
-    rows = np.zeros((-(-weights.size // 64), 64))
+    """Sum of float64[V] in the order that the compiled path uses too: 32 lanes by token % 32, then halving."""
+    rows = np.zeros((-(-weights.size // 32), 32))
     rows.ravel()[: weights.size] = weights
     lanes = np.add.accumulate(rows, axis=0)[-1]
     while lanes.size > 1:

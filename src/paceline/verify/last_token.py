@@ -47,5 +47,5 @@ def recovered(accepted: tuple[int, ...], p: Distribution, weights: FloatArray, d
 def bonus(accepted: tuple[int, ...], p: Distribution, draws: Draws, position: int) -> Verdict:
     """Every draft was kept (or there was none: plain decoding): one more token from p itself."""
     n = len(accepted)
-    token = draws.pick(p.probs, position + n, Role.TARGET, ids=p.ids)
+    token = p.pick(draws, position + n, Role.TARGET)
     return Verdict((*accepted, token), n, tuple(range(n)), "bonus")

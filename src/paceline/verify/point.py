@@ -25,7 +25,7 @@ def verify_point(target_probs: RowSource, proposal: Proposal, draws: Draws, posi
     x = proposal.tokens
     emitted: tuple[int, ...] = ()
     for i in range(len(x) + 1):
-        t = draws.pick(p[i].probs, position + i, Role.TARGET, ids=p[i].ids)
+        t = p[i].pick(draws, position + i, Role.TARGET)
         emitted = (*emitted, t)
         if i == len(x) or t != x[i]:
             break
