@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -157,3 +158,58 @@ def test_a_scored_text_is_the_one_that_was_written() -> None:
     spaced = LLM(backend, drafter=NoDrafter())
     prompt = plain.tokenizer.encode("abc")
     assert spaced.score([prompt], ["def"])[0] == plain.score([prompt], ["def"])[0]
+
+
+def test_a_failed_sample_keeps_nobody_alive() -> None:
+    """An error's traceback holds frames, and those hold streams: the request would never be given up."""
+
+    def boom(tokens: Any, logits: Any) -> Any:
+        if len(tokens) >= 3:
+            raise ValueError("no more")
+        return logits
+
+    llm = LLM("toy")
+    params = SamplingParams(n=2, max_tokens=9, ignore_eos=True, draft_length=0, logits_processors=[boom])
+    for _ in range(5):
+        stream = llm.stream([1], params)
+        for chunk in stream:
+            if chunk.finish_reason:
+                break
+        del stream, chunk
+        gc.collect()
+    llm.generate("abc", SamplingParams(max_tokens=1))
+    assert llm._inbox == {}
+    assert not llm.engine.has_work
+
+
+def test_the_place_of_a_processors_error_is_told() -> None:
+    def broken(tokens: Any, logits: Any) -> Any:
+        return [][0]
+
+    error = only(LLM("toy"), logits_processors=[broken]).error
+    assert error.__traceback__ is error.__cause__.__traceback__ is None
+    assert "in broken" in error.__notes__[0]
+
+
+def test_an_llm_that_is_asked_from_within_its_own_step_says_so() -> None:
+    llm = LLM("toy")
+
+    def again(tokens: Any, logits: Any) -> Any:
+        llm.generate("abc", SamplingParams(max_tokens=1))
+        return logits
+
+    error = only(llm, logits_processors=[again]).error
+    assert isinstance(error, ProcessorError)
+    assert "within one of its own steps" in str(error)
+    assert only(llm, max_tokens=1).error is None
+
+
+def test_the_text_of_an_end_id_is_kept_whole() -> None:
+    """A stop string inside of it ends nothing: the id has ended the text already."""
+    (stop,) = LLM("toy").tokenizer.encode("x")
+    for stops in (["x"], ["wx"]):
+        params = {"stop": stops, "stop_token_ids": [stop], "logit_bias": {stop: 100.0}, "max_tokens": 5}
+        kept = only(LLM("toy"), include_stop_str_in_output=True, **params)
+        assert (kept.text, kept.stop_reason, kept.token_ids) == ("x", stop, (stop,))
+        cut = only(LLM("toy"), **params)
+        assert (cut.text, cut.stop_reason, cut.token_ids) == ("", stop, (stop,))

@@ -7,7 +7,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -26,7 +26,7 @@ from .errors import (
 from .models import Progress
 from .opening import LACKS, Options, checked_options, chosen_backend, cost_table, open_backend
 from .params import SamplingParams, integer
-from .sampling import spelled
+from .sampling import spelled, warm_up
 from .schedule import Controller
 from .types import Backend, Drafter, Logprobs, RequestOutput, Score, StreamChunk, Tokenizer
 
@@ -101,6 +101,7 @@ class LLM:
         try:
             self.backend = self._open_model(model, backend, given, progress)
             self.drafter = self._open_drafter(drafter, backend, given, progress)
+            warm_up(progress)
             adaptive = draft_length is None and self.drafter.name != NoDrafter.name and self._measures(measure)
             self.engine = Engine(
                 self.backend,
@@ -114,6 +115,7 @@ class LLM:
             raise
         # Not re-entrant: garbage collection may run a stream's __del__ in the thread that holds it.
         self._lock = threading.Lock()
+        self._holder: int | None = None  # the thread that has the lock
         self._inbox: dict[int, deque[StreamChunk]] = {}
         self._abandoned: deque[int] = deque()
         self._over = ""  # why it takes no more requests
@@ -239,7 +241,7 @@ class LLM:
         From now on this LLM refuses calls, and closing it does nothing. Raises InvalidParams where it is closed or has
         requests in flight.
         """
-        with self._lock:
+        with self._alone():
             self._drop_abandoned()
             if self._over or self.engine.has_work:
                 state = self._over.partition(";")[0] or "has requests in flight"
@@ -251,7 +253,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the models. Idempotent; the LLM cannot be used afterwards."""
-        with self._lock:
+        with self._alone():
             if not self._over:
                 self._over = "is closed; open a new one"
                 self._fail(BackendError(f"{self.backend.info.model} was closed while the request ran"))
@@ -299,7 +301,7 @@ class LLM:
     def _add(self, ids: Seq[int], params: SamplingParams, text: str | None) -> int:
         # Compiling may take a second, which no step should wait for.
         grammar = self.engine.grammars.compile(params.grammar) if params.grammar is not None else None
-        with self._lock:
+        with self._alone():
             if self._over:
                 raise InvalidInput(f"this LLM ({self.backend.info.model}) {self._over}")
             self._drop_abandoned()
@@ -326,7 +328,7 @@ class LLM:
 
     def _next_chunk(self, request_id: int) -> StreamChunk:
         """The request's next chunk; steps the engine, for everybody, until there is one."""
-        with self._lock:
+        with self._alone():
             inbox = self._inbox[request_id]
             while not inbox:
                 self._drop_abandoned()
@@ -337,6 +339,18 @@ class LLM:
             if chunk.output is not None:
                 del self._inbox[request_id]
             return chunk
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Hold the lock. A processor or drafter that asks its own LLM, which is in a step, would wait for ever."""
+        if self._holder == threading.get_ident():
+            raise InvalidInput(f"this LLM ({self.backend.info.model}) was called from within one of its own steps")
+        with self._lock:
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _step(self) -> None:
         try:
@@ -355,7 +369,7 @@ class LLM:
                 self._inbox[chunk.request_id].append(chunk)
 
     def _cancel(self, request_id: int) -> None:
-        with self._lock:
+        with self._alone():
             self.engine.cancel(request_id)
             self._inbox.pop(request_id, None)
 

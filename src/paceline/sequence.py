@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -189,7 +190,7 @@ class Sequence:
         params = self.request.params
         if token in self.end_ids:
             if params.include_stop_str_in_output:
-                self.stream.push(token)
+                self.stream.push(token, search=False)
             self.finish("stop", stop_reason=token)
         elif self.stream.push(token):
             self.finish("stop", stop_reason=self.stream.stop_string)
@@ -207,7 +208,8 @@ class Sequence:
         error: PacelineError | None = None,
     ) -> None:
         """End the sample; counters are cut to what its text covers."""
-        self.finish_reason, self.stop_reason, self.error = reason, stop_reason, error
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.error = _at_rest(error) if error is not None else None
         self.stream.finish()
         kept = self._num_kept()
         self.stats.emitted = kept
@@ -342,6 +344,18 @@ def _located(error: PacelineError, sequence: Sequence, position: int) -> Pacelin
     located = type(error)(f"request {sequence.request.request_id}, position {position}: {error}")
     located.__cause__ = error.__cause__
     return located
+
+
+def _at_rest(error: PacelineError) -> PacelineError:
+    """The error without tracebacks, whose frames would keep streams and steps alive; the cause's becomes a note."""
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is not None and not isinstance(cause, PacelineError):
+        error.add_note("".join(traceback.format_exception(cause)))
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen.__context__, seen = None, seen.__cause__
+    return error
 
 
 def _grow(counts: list[int], length: int) -> None:

@@ -134,17 +134,23 @@ class TextStream:
         self._pieces: list[str] = []  # _pieces[i]: the characters token i completed
         self._match: StopMatch | None = None
         self._finished = False
+        self._is_closed = False  # by an end id, whose text was the last
         self._num_released = 0  # characters
         self._piece = 0  # the piece released last, and where in the text it starts
         self._piece_start = 0
 
-    def push(self, token: int) -> bool:
-        """Append one output token; True when a stop string has now ended the text. Push nothing after."""
-        if self._match is not None or self._finished:
+    def push(self, token: int, *, search: bool = True) -> bool:
+        """Append one output token; True when a stop string has now ended the text. Push nothing after.
+
+        search: False for an end id, whose text is kept as it is. Push nothing after that either.
+        """
+        if self._match is not None or self._finished or self._is_closed:
             raise InvariantError(f"token {token} came after the text had ended")
         self._pieces.append("")  # booked first: an interrupt must not leave a token without its piece
         self._pieces[-1] = piece = self._detokenizer.push(token)
-        if len(self._pieces) > self._min_tokens:
+        if not search:
+            self._is_closed = True
+        elif len(self._pieces) > self._min_tokens:
             self._match = self._scanner.feed(piece)
         else:
             self._scanner.skip(piece)
