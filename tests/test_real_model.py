@@ -78,7 +78,7 @@ def test_text_is_token_for_token_the_same_with_drafts(
     assert len(prompts) == num_prompts
     streams: dict[str, list[tuple[int, ...]]] = {}
     for drafter in drafters:
-        with LLM(path, drafter=drafter, **BIT_STABLE) as llm:
+        with LLM(path, drafter=drafter, draft_length=4, **BIT_STABLE) as llm:
             probe = llm.backend.tokenizer.encode(prompts[0] * 4)[:301]
             if not rows_are_bit_stable(llm.backend, probe):
                 pytest.skip(f"{name}: rows of width {WIDEST} and 1 differ on this machine; equality is not promised")
@@ -99,7 +99,7 @@ def test_bf16_texts_part_only_where_two_tokens_are_nearly_equal(
     prompts = prompts_for(spec_bench, 8)
     streams: dict[str, list[tuple[int, ...]]] = {}
     for drafter in (NoDrafter(), LookupDrafter(min_ngram=1)):
-        with LLM(model_path("smollm2:bf16"), drafter=drafter, max_seqs=1, max_len=1024) as llm:
+        with LLM(model_path("smollm2:bf16"), drafter=drafter, draft_length=4, max_seqs=1, max_len=1024) as llm:
             params = SamplingParams(temperature=0, max_tokens=64)
             streams[drafter.name] = [llm.generate(p, params)[0].outputs[0].token_ids for p in prompts]
     backend = open_backend(model_path("smollm2:bf16"), max_seqs=2, max_len=1024)
@@ -158,7 +158,7 @@ def test_acceptance_is_the_overlap_of_p_and_q(
     monkeypatch.setattr(paceline.engine, "verify_rejection", watched)
     params = SamplingParams(temperature=1.0, max_tokens=max_tokens, verification="rejection", ignore_eos=True)
     drafter = f"model:{model_path('smollm2:q4_0')}"
-    with LLM(model_path("smollm2:bf16"), drafter=drafter, max_seqs=4, max_len=1024) as llm:
+    with LLM(model_path("smollm2:bf16"), drafter=drafter, draft_length=4, max_seqs=4, max_len=1024) as llm:
         conversations = [[{"role": "user", "content": p}] for p in prompts_for(spec_bench, num_prompts)]
         outs = llm.chat(conversations, params)
     assert all(out.outputs[0].finish_reason in ("stop", "length") for out in outs)

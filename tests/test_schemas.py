@@ -137,7 +137,7 @@ def test_documents_validate_and_drafting_changes_nothing(
     stable = rows_are_bit_stable(backend, probe)
     per_step: dict[str, list[str]] = {name: [] for name in names}
     for drafter in DRAFTERS:
-        with LLM(backend, drafter=drafter) as llm:
+        with LLM(backend, drafter=drafter, draft_length=4) as llm:
             for name in names:
                 out = ask(llm, name, schemas[name], temperature, max_tokens)
                 finished[name] = validate(name, schemas[name], out)
