@@ -1,4 +1,4 @@
-"""Documentation that is executed: every ```python block of docs/*.md and README*.md.
+"""Documentation that is executed: every ```python block of docs/*.md and README*.md, every ```sh block of README.md.
 
 The blocks of a file run in order in one fresh namespace, in an empty folder. Skipped: other languages, and
 blocks marked ```python no-run. A block marked ```python model=NAME needs that model in the cache, one marked
@@ -8,7 +8,11 @@ blocks marked ```python no-run. A block marked ```python model=NAME needs that m
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,6 +146,42 @@ def shape(code: str) -> str:
         if isinstance(node, ast.JoinedStr):
             node.values = []
     return ast.dump(tree)
+
+
+def test_shell_examples_run_as_they_are_printed(tmp_path: Path) -> None:
+    """In an empty folder, with a toy in the place of the model: catches options and files that are not there."""
+    command = tmp_path / "bin" / "paceline"
+    command.parent.mkdir()
+    run = f'exec {sys.executable} -c "from paceline.cli import main; main()"'
+    command.write_text(
+        f'#!/bin/sh\ncase $1 in generate) {run} "$@" --model toy --max-tokens 40;; *) {run} "$@";; esac\n',
+        encoding="utf-8",
+    )
+    command.chmod(0o755)
+    blocks = [b for b in blocks_of((ROOT / "README.md").read_text(encoding="utf-8")) if b.info == "sh"]
+    assert sum(b.code.count("paceline ") for b in blocks) >= 7
+    for block in blocks:
+        folder = tmp_path / str(block.line)
+        folder.mkdir()
+        done = subprocess.run(
+            ["sh", "-e", "-c", block.code],
+            cwd=folder,
+            env={**os.environ, "PATH": f"{command.parent}{os.pathsep}{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"line {block.line}: {done.stderr}"
+    assert len(json.loads((folder / "prime.json").read_text(encoding="utf-8"))["outputs"]) == 3
+
+
+def test_both_readmes_have_the_same_examples() -> None:
+    """Catches an example that was mended in one language."""
+    pages = [blocks_of((ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "README.zh.md")]
+    assert [b.info for b in pages[0]] == [b.info for b in pages[1]]
+    for english, chinese in zip(*pages, strict=True):
+        lines = [[line.partition("  #")[0].rstrip() for line in b.code.splitlines()] for b in (english, chinese)]
+        assert lines[0] == lines[1], f"lines {english.line} and {chinese.line}"
 
 
 # --- the runner itself ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 import math
 import pickle
@@ -22,6 +23,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 def processor(tokens: Any, logits: Any) -> Any:
     return logits
+
+
+class Model:
+    """What pydantic's classes have."""
+
+    @classmethod
+    def model_json_schema(cls) -> dict[str, Any]:
+        return SCHEMA
 
 
 # field -> values that it takes, and what becomes of each.
@@ -96,11 +105,14 @@ REFUSES: dict[str, tuple[list[Any], str]] = {
             {"json_object": False}, {"json_object": 1}, {"json_schema": 5}, {"json_schema": "{"}, {"json_schema": None},
             {"json_schema": {"a": processor}}, {"json_schema": {}, "lenient": 1}, {"regex": "a", "lenient": True},
             {"json_object": True, "lenient": True}, {"json_schema": {}, "other": True},
-            {"lark": "a", "whitespace": True},
+            {"lark": "a", "whitespace": True}, Model, {"json_schema": Model}, {"json_schema": Model()},
+            {"json_schema": {"name": "a", "schema": SCHEMA, "strict": True}}, {"json_schema": {"schema": SCHEMA}},
+            {"json_schema": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
         ],
-        "a mapping with one of|non-empty text|allowed: True|allowed beside|an object or true|not JSON",
+        "a mapping with one of|non-empty text|allowed: True|allowed beside|an object or true|not JSON"
+        "|model_json_schema|pass what stands under 'schema'",
     ),
-    "grammar_after": (["", True, 1.5, -1, [1], MAX_TOKEN_ID + 1], "a token id or a non-empty string|an integer from 0"),
+    "grammar_after": (["", ["a"], True, 1.5, -1, [1], MAX_TOKEN_ID + 1], "allowed: a token id or a non-empty string$"),
     "verification": (["fast", "", None, 5, ["block"]], "auto, rejection, block, coupled"),
     "draft_length": ([-1, *INTEGERS], "an integer from 0 to"),
 }  # fmt: skip
@@ -136,6 +148,27 @@ def repeats(value: Any) -> list[str]:
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
     own = [repr(value), repr(tuple(value))] if isinstance(value, list) else [repr(value)]
     return own + [said for part in parts for said in repeats(part)]
+
+
+def test_what_is_given_for_a_schema_says_what_to_give() -> None:
+    """The wrapper would be a schema that allows any JSON, for its words are no keywords."""
+    for grammar, said in (
+        (Model, "pass {'json_schema': Model.model_json_schema()}"),
+        ({"json_schema": Model()}, "pass Model.model_json_schema()"),
+        ({"json_schema": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}, "'schema' in its 'json_schema'"),
+        ({"json_schema": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, "what stands under 'schema'"),
+    ):
+        with pytest.raises(InvalidParams) as refused:
+            SamplingParams(grammar=grammar)  # type: ignore[arg-type]
+        assert str(refused.value).endswith(said)
+    property_of_that_name = {"type": "object", "properties": {"schema": {}}, "title": "a"}
+    SamplingParams(grammar={"json_schema": property_of_that_name})
+
+
+def test_a_partial_is_to_be_wrapped() -> None:
+    with pytest.raises(UnsupportedOption, match=r"is a partial.*wrap it in a function, as in lambda tokens"):
+        SamplingParams(logits_processors=[functools.partial(processor)])
+    SamplingParams(logits_processors=[lambda tokens, logits: functools.partial(processor)(tokens, logits)])
 
 
 def test_grammar_after_needs_a_grammar() -> None:
@@ -227,8 +260,11 @@ def test_what_to_do_instead_exists() -> None:
             assert name.split("_")[0] in page.read_text(encoding="utf-8").lower()
     for name in ("best_of", "use_beam_search", "dry_multiplier", "xtc_probability", "mirostat", "typical_p", "tfs_z",
                  "top_n_sigma", "dynatemp_range", "guided_json", "structured_outputs", "response_format",
-                 "truncate_prompt_tokens", "skip_special_tokens", "max_new_tokens"):  # fmt: skip
+                 "truncate_prompt_tokens", "skip_special_tokens", "max_new_tokens", "temp"):  # fmt: skip
         assert name in REFUSED
+    for name in ("json_schema", "json_object", "regex", "lark", "lenient", "whitespace", "gbnf"):
+        assert REFUSED[name].startswith("it belongs in grammar = {"), name
+    SamplingParams(grammar={"json_schema": {"enum": ["a", "b"]}}, bad_words=[[1], [2]])  # as two hints say
 
 
 @pytest.mark.parametrize("name, hint", [

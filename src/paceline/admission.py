@@ -16,7 +16,7 @@ from .rng import derive_seed, fresh_seed
 from .sampling import CompiledGrammar, GrammarCompiler, History, bad_word_sequences, cloned
 from .sequence import Group, Sequence
 from .text import TextStream
-from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request
+from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request, Tokenizer
 
 Q_TOLERANCE = 1e-6
 """How far a row of q may be from summing to 1; the law is exact up to that."""
@@ -39,6 +39,7 @@ def admit_request(
     if params.stop_strings:
         tokenizer.encode("")  # a model without text would never find them; says so
     _check_params(params, info)
+    _refuse_control_texts(params, tokenizer)
     bad_words = bad_word_sequences(params.bad_words or (), tokenizer)
     if grammar is None and params.grammar is not None:
         grammar = grammars.compile(params.grammar)
@@ -193,3 +194,29 @@ def _check_params(params: SamplingParams, info: BackendInfo) -> None:
                 raise InvalidParams(
                     f"{name} names token {token}; token ids of {info.model} are 0 to {info.vocab_size - 1}"
                 )
+
+
+def _refuse_control_texts(params: SamplingParams, tokenizer: Tokenizer) -> None:
+    """A text that is a control token's name is never found in an output: such tokens add no text to it."""
+    named = [(f"bad_words[{i}]", word, "bad_words=[[{}]]") for i, word in enumerate(params.bad_words or ())]
+    named += [("stop", text, "stop_token_ids=[{}]") for text in params.stop_strings]
+    if params.grammar_after is not None:
+        named.append(("grammar_after", params.grammar_after, "grammar_after={}"))  # type: ignore[arg-type]
+    for name, text, instead in named:
+        token = _control_token(text, tokenizer) if isinstance(text, str) else None
+        if token is not None:
+            raise InvalidParams(
+                f"{name} = {text!r} is a control token (id {token}) and adds no text; use {instead.format(token)}"
+            )
+
+
+def _control_token(text: str, tokenizer: Tokenizer) -> int | None:
+    """The id of the token without bytes that is called `text`."""
+    try:
+        ids = tokenizer.encode(text, add_special=False, parse_special=True)
+    except PacelineError:
+        return None  # said elsewhere, by whoever needs the text's tokens
+    one = ids[0] if len(ids) == 1 else None
+    if one is None or tokenizer.token_bytes(one) or tokenizer.token_text(one) != text.encode():
+        return None
+    return one

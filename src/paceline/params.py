@@ -41,7 +41,9 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     ),
     "logits_processors takes functions and objects with clone()": ("logits_processor", "custom_logit_processor"),
     "draft_length is the name": ("num_assistant_tokens", "num_speculative_tokens", "num_draft_tokens"),
+    "temperature is the name": ("temp",),
     "temperature = 0 is greedy, everything else samples": ("do_sample",),
+    "bad_words = [[id], ...] forbids tokens": ("suppress_tokens", "begin_suppress_tokens"),
     "ask for n samples and choose; logprobs says how likely each is": ("best_of", "num_return_sequences"),
     "beam search looks for one likely text and samples none; n gives samples": (
         *("use_beam_search", "beam_width", "num_beams", "num_beam_groups", "diversity_penalty"),
@@ -67,11 +69,16 @@ _OTHERS: dict[str, tuple[str, ...]] = {
     ),
     "the order of the transforms is fixed, see SamplingParams": ("samplers", "sampler_order", "temperature_last"),
     "the model would run twice for every token; nothing here does": ("guidance_scale", "cfg_scale", "penalty_alpha"),
-    "use grammar = {'json_schema': schema}": ("guided_json", "json_schema"),
+    "it belongs in grammar = {'json_schema': schema}": ("guided_json", "json_schema"),
+    "it belongs in grammar = {'json_object': True}": ("json_object", "json_mode"),
     "use grammar = {'json_schema': schema} or {'json_object': True}": ("response_format",),
-    "use grammar = {'regex': pattern}": ("guided_regex", "regex"),
-    "use grammar = {'regex': 'one|two|three'}": ("guided_choice", "choice"),
-    "use grammar = {'lark': text}, in Lark's notation": ("guided_grammar", "ebnf", "lark"),
+    "it belongs in grammar = {'regex': pattern}": ("guided_regex", "regex"),
+    "use grammar = {'json_schema': {'enum': [...]}}; for texts without quotes {'regex': 'one|two|three'}": (
+        *("guided_choice", "choice"),
+    ),
+    "it belongs in grammar = {'lark': text}, in Lark's notation": ("guided_grammar", "ebnf", "gbnf", "lark"),
+    "it belongs in grammar = {'json_schema': schema, 'lenient': True}": ("lenient",),
+    "it belongs in grammar = {'json_schema': schema, 'whitespace': False}, or beside 'json_object'": ("whitespace",),
     "use grammar = {...}, one of json_schema, json_object, regex, lark": (
         *("guided_decoding", "guided_decoding_backend", "structured_outputs", "structural_tag"),
     ),
@@ -330,6 +337,11 @@ def checked_processors(value: Any) -> tuple[Callable[..., Any], ...] | None:
         name = f"logits_processors[{i}] = {one!r}"
         if not callable(one) or isinstance(one, type):
             raise InvalidParams(f"{name}; allowed: a function (tokens, logits) -> logits, or an object called like one")
+        if isinstance(one, functools.partial):
+            raise UnsupportedOption(
+                f"{name} is a partial, which may hold anything: wrap it in a function, as in "
+                "lambda tokens, logits: one(tokens, logits)"
+            )
         if not isinstance(one, FunctionType) and not callable(getattr(one, "clone", None)):
             raise UnsupportedOption(
                 f"{name} may keep state, and drafts must be able to take it back: give it clone(), which returns an "
@@ -343,6 +355,7 @@ def _grammar(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     kinds = [kind for kind in GRAMMAR_KINDS if isinstance(value, Mapping) and kind in value]
+    _refuse_model("grammar", value)
     if len(kinds) != 1:
         raise InvalidParams(f"grammar = {value!r}; allowed: a mapping with one of {', '.join(GRAMMAR_KINDS)}")
     kind = kinds[0]
@@ -365,13 +378,37 @@ def _grammar(value: Any) -> dict[str, Any] | None:
 
 def _schema(value: Any) -> dict[str, Any] | bool:
     """A JSON schema as plain JSON; a text is parsed first."""
+    _refuse_model("grammar['json_schema']", value)
     try:
         schema = json.loads(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidParams(f"grammar['json_schema'] = {value!r}; it is not JSON ({error})") from None
     if not isinstance(schema, (dict, bool)):
         raise InvalidParams(f"grammar['json_schema'] = {value!r}; allowed: a JSON schema, an object or true or false")
+    _refuse_wrapper(schema)
     return schema
+
+
+def _refuse_model(name: str, value: Any) -> None:
+    """A class of pydantic, or one of its objects, knows its schema and is none."""
+    if callable(getattr(value, "model_json_schema", None)):
+        kind = value if isinstance(value, type) else type(value)
+        schema = f"{kind.__name__}.model_json_schema()"
+        wanted = schema if name != "grammar" else f"{{'json_schema': {schema}}}"
+        raise InvalidParams(f"{name} = {value!r}; allowed: a mapping; pass {wanted}")
+
+
+def _refuse_wrapper(schema: Any) -> None:
+    """What other interfaces put around a schema would itself be read as one, and allow any JSON."""
+    inside = None
+    if isinstance(schema, dict) and "schema" in schema and set(schema) <= {"name", "description", "schema", "strict"}:
+        inside = "'schema'"
+    elif isinstance(schema, dict) and schema.get("type") == "json_schema":
+        inside = "'schema' in its 'json_schema'" if "json_schema" in schema else "'schema'"
+    if inside is not None:
+        raise InvalidParams(
+            f"grammar['json_schema'] = {schema!r} is a wrapper around a schema; pass what stands under {inside}"
+        )
 
 
 def _grammar_after(value: Any, grammar: Any) -> str | int | None:
@@ -379,8 +416,9 @@ def _grammar_after(value: Any, grammar: Any) -> str | int | None:
         return None
     if grammar is None:
         raise InvalidParams(f"grammar_after = {value!r}; allowed: None, for there is no grammar to start")
-    if isinstance(value, str):
-        if not value:
-            raise InvalidParams("grammar_after = ''; allowed: a token id or a non-empty string")
+    if isinstance(value, str) and value:
         return value
-    return integer("grammar_after", value, 0, MAX_TOKEN_ID)
+    try:
+        return integer("grammar_after", value, 0, MAX_TOKEN_ID)
+    except InvalidParams:
+        raise InvalidParams(f"grammar_after = {value!r}; allowed: a token id or a non-empty string") from None

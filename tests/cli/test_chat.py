@@ -64,7 +64,7 @@ def test_quit_and_unknown_commands(llm: LLM) -> None:
 
 def test_stats_and_cuts_are_said_on_stderr() -> None:
     result = paceline(*BASE, "--stats", stdin="hi\n")
-    assert "paceline: note: the answer was cut" in result.stderr
+    assert "paceline: note: the answer was cut at --max-tokens" in result.stderr
     assert "tokens per step (bonus and recovered included)" in result.stderr
 
 

@@ -76,13 +76,46 @@ def test_what_leniency_drops_is_said_once() -> None:
     lenient = generate("--json-schema", "hard.json", "--lenient")
     assert lenient.exit_code == 0
     assert lenient.stdout.startswith('"')
-    assert lenient.stderr.count("nonsense") == lenient.stderr.count("paceline: note: ") == 1
+    assert lenient.stderr.count("nonsense") == lenient.stderr.count("note: the grammar is looser") == 1
 
 
 def test_words_that_are_never_said() -> None:
     whole = toy(*BASE)["text"]
     word = whole[3:5]
     assert word not in toy(*BASE, "--bad-words", word)["text"]
+
+
+# --- what is said beside the answer ---------------------------------------------------------------
+
+
+def notes(result: Any) -> list[str]:
+    lines: list[str] = result.stderr.splitlines()
+    return [line.removeprefix("paceline: note: ") for line in lines if line.startswith("paceline: note: ")]
+
+
+CUT = "the answer was cut at --max-tokens"
+
+
+@pytest.mark.parametrize("command", [["--format", "json"], ["--format", "text"]])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--regex", "[ab]{90}"], [CUT]),
+        (["--regex", "[ab]{3}"], []),
+        ([], []),
+        (["--regex", "[ab]{90}", "--max-tokens", "none", "--max-len", "30"], [CUT.replace("max-tokens", "max-len")]),
+        (["--regex", "[ab]{3}", "--grammar-after", "qqqq"], ["the grammar never started: 'qqqq' did not come", CUT]),
+        (["--regex", "[ab]{3}", "--grammar-after-id", "256", "--ignore-eos", "--logit-bias", "256=-100"],
+         ["the grammar never started: 256 did not come", CUT]),
+        (["--regex", "[ab]{3}", "--grammar-after", "rc"], []),
+        (["--regex", "[ab]{90}", "--n", "2"], [f"sample 0: {CUT}", f"sample 1: {CUT}"]),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_whole_is_said_to_be_so(command: list[str], arguments: list[str], said: str) -> None:
+    """A document that is cut, or an answer without any grammar in it, looks like one that is right."""
+    result = generate(*command, *arguments)
+    assert result.exit_code == 0
+    assert notes(result) == said
 
 
 # --- what is refused --------------------------------------------------------------------------------

@@ -147,6 +147,15 @@ def test_stats_go_to_stderr() -> None:
     assert "1: 100 %" in both.stderr
 
 
+def test_a_speed_that_nobody_measured_is_none() -> None:
+    """All came with the prompt's own step; 0.0 tokens per second would be a measurement."""
+    base = ["--raw", "--prompt", "the cat", "--seed", "1"]
+    assert toy(*base, "--max-tokens", "1")["timing"]["tokens_per_second"] is None
+    assert toy(*base, "--max-tokens", "5")["timing"]["tokens_per_second"] > 0
+    shown = paceline("generate", "--model", "toy", *base, "--max-tokens", "1", "--stats").stderr
+    assert "- tokens/s (1 tokens in 0.00 s)" in shown
+
+
 def test_drafts_are_shown_on_a_terminal_only() -> None:
     piped = generate(*SHORT, "--prompt", "hello", "--show-drafts")
     assert piped.stdout == generate(*SHORT, "--prompt", "hello").stdout

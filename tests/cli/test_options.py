@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from typer.main import get_command
 
 from paceline import LLM, SamplingParams
+from paceline.cli.app import app
 from paceline.cli.constraints import ConstraintOptions
+from paceline.cli.hints import _SHELL, hint_for_option
+from paceline.cli.options import ModelOptions
 from paceline.cli.sampling import NO_LIMIT, SamplingOptions, parse_bias, parse_max_tokens
+from paceline.params import REFUSED
 
 from .shell import error_line, paceline, toy
 
@@ -47,6 +53,9 @@ def tokens_of(llm: LLM, **params: Any) -> list[int]:
         (["--stop-token-ids", "16", "--min-tokens", "9"], {"stop_token_ids": [16], "min_tokens": 9}),
         (["--bad-words", "g", "--bad-words", "zj"], {"bad_words": ["g", "zj"]}),
         (["--allowed-token-ids", "10", "--allowed-token-ids", "11"], {"allowed_token_ids": [10, 11]}),
+        (["--stop-token-ids", "10,11"], {"stop_token_ids": [10, 11]}),
+        (["--allowed-token-ids", "10, 11", "--allowed-token-ids", "12"], {"allowed_token_ids": [10, 11, 12]}),
+        (["--logit-bias", "10=5,11=-100"], {"logit_bias": {10: 5.0, 11: -100.0}}),
         (["--regex", "[a-c]+x"], {"grammar": {"regex": "[a-c]+x"}}),
         (["--json-object"], {"grammar": {"json_object": True}}),
         (["--json-object", "--no-whitespace"], {"grammar": {"json_object": True, "whitespace": False}}),
@@ -88,6 +97,62 @@ def test_every_option_has_a_help_text(command: str) -> None:
     shown = paceline(command, "--help", COLUMNS="200").stdout
     for f in (*fields(SamplingOptions), *fields(ConstraintOptions)):
         assert f"--{f.name.replace('_', '-')} " in shown
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_help_texts_come_out_whole(command: str) -> None:
+    """Catches what a help page swallows: `</think>` is markup to it."""
+    shown = paceline(command, "--help", COLUMNS="600").stdout
+    for kind in (SamplingOptions, ConstraintOptions, ModelOptions):
+        for name, hint in get_type_hints(kind, include_extras=True).items():
+            said = hint.__metadata__[0].help.replace("`", "")
+            assert said in shown, name
+    assert "such as </think>." in shown
+
+
+GENERATE = {
+    option
+    for p in get_command(app).commands["generate"].params  # type: ignore[attr-defined]
+    for option in (*p.opts, *p.secondary_opts)
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--temp", "3"], "No such option: --temp; use --temperature"),
+        (["--repeat-penalty=1.1"], "use --repetition-penalty"),
+        (["--top_k", "3"], "use --top-k"),
+        (["-n", "3"], "use --n for samples, --max-tokens for their length"),
+        (["--max_new_tokens", "3"], "use --max-tokens"),
+        (["--best-of", "3"], "ask for n samples and choose"),
+        (["--grammar-file", "x"], "use --lark FILE"),
+        (["--structural-tag", "x"], "use --json-schema, --json-object, --regex or --lark"),
+        (["--dry-multiplier", "1"], "of the library; a shell has no functions"),
+        (["--frobnicate"], "No such option: --frobnicate"),
+        (["hello"], "a prompt is given with --prompt TEXT, or -p, in quotes"),
+    ],
+)
+def test_what_was_meant_is_said(arguments: list[str], said: str) -> None:
+    result = paceline("generate", "--model", "toy", *arguments)
+    assert result.exit_code == 2
+    assert said in error_line(result)
+
+
+def test_hints_of_a_shell_name_what_there_is() -> None:
+    """Every hint has only options of `generate`, and none of Python's notation for a grammar."""
+    for name in {*REFUSED, *_SHELL}:
+        option = f"--{name.replace('_', '-')}"
+        if option not in GENERATE:
+            hint = hint_for_option(option, GENERATE)
+            assert hint is not None, name
+            assert "{" not in hint
+    assert set(re.findall(r"--[a-z-]+", " ".join(_SHELL.values()))) <= GENERATE
+    assert hint_for_option("--gbnf", GENERATE - {"--lark"}) is None
+    assert hint_for_option("--best-of", {"--help"}) is None
+    said = paceline("chat", "--model", "toy", "hello")
+    assert said.exit_code == 2
+    assert "is typed, or piped in" in error_line(said)
 
 
 def test_defaults_are_those_of_the_library() -> None:
@@ -210,6 +275,7 @@ def test_a_model_without_a_template_continues_the_prompt_and_says_so(monkeypatch
         (["--logit-bias", "5"], "--logit-bias '5' is not ID=BIAS"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2"], "names token 5 twice"),
         (["--logit-bias", "5=1000"], "logit_bias[5] = 1000"),
+        (["--stop-token-ids", "1,x"], "--stop-token-ids '1,x': give token ids, such as 42 or 42,43"),
         (["--logit-bias", "9999=1"], "9999"),
         (["--drafter", "lokup"], "did you mean lookup?"),
         (["--backend", "tpu"], "backend = 'tpu'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -198,6 +199,17 @@ def test_logprobs_as_a_table() -> None:
             assert " ".join(line.split()).startswith(" ".join(own))
             best = min(row.values(), key=lambda place: place.rank)
             assert f"{best.text!r} {best.logprob:.4f}" in line
+
+
+def test_a_table_of_all_tokens_shows_the_likeliest() -> None:
+    """257 entries a line are no table; catches a limit that a number of the caller's falls under too."""
+    result = generate("--max-tokens", "2", "--logprobs", "-1", "--prompt-logprobs", "25")
+    note, _, tables = result.stderr.partition("\n")
+    assert note == "paceline: note: --logprobs -1: the 20 likeliest of each row are shown; --format json has all"
+    prompt, answer = tables.strip().split("\n\n")
+    lines = answer.splitlines()[1:], prompt.splitlines()[2:]
+    assert [len(re.findall(r" -\d+\.\d{4}", line)) for line in lines[0]] == [21, 21]
+    assert {len(re.findall(r" -\d+\.\d{4}", line)) for line in lines[1]} == {26}
 
 
 def test_a_table_shows_markup_and_line_ends_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.errors import InvalidParams, PacelineError, UnsupportedOption
 from paceline.sampling.constrain import MAX_COMPILED, Grammar, GrammarCompiler
+from paceline.sampling.grammar_source import source_of
 
 from .regexes import Pieces
 
@@ -83,7 +84,7 @@ def test_properties_keep_their_order() -> None:
         ({"json_schema": False}, InvalidParams, "satisfies"),
         ({"json_schema": {"not": {}, "contains": {}}}, UnsupportedOption, r'\["contains", "not"\]'),
         ({"json_schema": {"type": "array", "uniqueItems": True}}, UnsupportedOption, "uniqueItems"),
-        ({"json_schema": {"items": {"if": {}, "then": {}}}}, UnsupportedOption, "if.*then.*would drop"),
+        ({"json_schema": {"items": {"if": {}, "then": {}}}}, UnsupportedOption, "if.*then.*would drop it$"),
         ({"json_schema": {"type": "string", "format": "color"}}, UnsupportedOption, "Unknown format: color"),
         ({"json_schema": {"type": "string", "pattern": "(?=a)"}}, UnsupportedOption, "pattern: .*look-around"),
         ({"json_schema": {"type": "string", "pattern": "("}}, InvalidParams, "pattern: .*unclosed group"),
@@ -119,6 +120,52 @@ def test_lenient_lists_what_it_drops() -> None:
         assert COMPILER.compile({"json_schema": {"type": "string"}, "lenient": True}).dropped == ()
     with pytest.raises(InvalidParams, match="unclosed group"):
         COMPILER.compile({"json_schema": {"pattern": "("}, "lenient": True})
+
+
+def test_a_reason_is_said_once_and_what_to_do_is_ours() -> None:
+    """Catches a refusal that repeats itself, or names an option that only llguidance has."""
+    one_of = [{"type": "string"}, {"type": "string", "minLength": 2}]
+    looser = "take oneOf for anyOf, which allows more"
+    for schema, said in (
+        ({"uniqueItems": True}, """llguidance: Unimplemented keys: ["uniqueItems"]; 'lenient': True would drop it"""),
+        ({"oneOf": one_of}, f"oneOf constraints are not supported; 'lenient': True would {looser}"),
+        ({"not": {}, "format": "color", "oneOf": one_of}, f"would drop it; drop: Unknown format: color; {looser}"),
+    ):
+        with pytest.raises(UnsupportedOption) as caught:
+            COMPILER.compile({"json_schema": schema})
+        assert said in str(caught.value)
+        assert "coerce_one_of" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        ('"a" <256>', "<256>"), ('"a" | <256>', "<256>"), ('"a" <[256]>', "<[256]>"),
+        ('"a" <[256-256]> "b"', "<[256-256]>"),
+        ('"a" <[97]>', None), ('"a" <[97,256]>', None), ('"a" <[^97]>', None), ('"a" <[*]>', None),
+        ('"<256>"', None), (r'"\"<256>"', None), ("/<256>/", None), (r"/a\/<256>/", None), ('"a" // <256>', None),
+        ('"a" # <256>', None), ('/a/ "b" /<256>/', None),
+    ],
+)  # fmt: skip
+def test_a_lark_grammar_names_no_end_token(rule: str, named: str | None) -> None:
+    """It ends the text wherever it comes: what a grammar has behind it is never reached, and alone nothing is."""
+    ends = {END: b"<256>"}
+    if named is None:
+        assert source_of({"lark": f"start: {rule}"}, ends)[0] == "lark"
+        return
+    with pytest.raises(InvalidParams) as refused:
+        source_of({"lark": f"start: {rule}"}, ends)
+    assert str(refused.value) == (
+        f"grammar['lark'] names {named}, which ends the text; leave it out, the grammar ends there by itself"
+    )
+    assert source_of({"lark": f"start: {rule}"}, {})[0] == "lark"
+
+
+def test_the_compiler_knows_the_end_tokens() -> None:
+    name = Pieces(PIECES).token_text(END).decode()
+    for spelled in (f"<[{END}]>", name):
+        with pytest.raises(InvalidParams, match="which ends the text; leave it out"):
+            COMPILER.compile({"lark": f'start: "a" {spelled}'})
 
 
 @pytest.mark.parametrize("address", [UNKNOWN, 5, "https://json-schema.org/draft-07/schema#"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..params import SamplingParams
-from ..types import CompletionOutput, SpeculationStats
+from ..types import CompletionOutput, RequestOutput, SpeculationStats
 from .loading import Session
 from .logprobs import logprobs_as_json
 from .report import STAGES, decode_seconds, error_as_json, tokens_per_second
@@ -70,6 +70,25 @@ def sample_as_json(sample: CompletionOutput, params: SamplingParams) -> dict[str
     if sample.error is not None:
         result["error"] = error_as_json(sample.error)
     return result
+
+
+def notes_on(output: RequestOutput, params: SamplingParams) -> list[str]:
+    """What the reader of an answer with a grammar should know, though nothing failed: it is cut, or never began."""
+    notes = []
+    for one in output.outputs if params.grammar is not None else ():
+        who = "" if len(output.outputs) == 1 else f"sample {one.index}: "
+        after = params.grammar_after
+        came = after is None or (after in one.text if isinstance(after, str) else after in one.token_ids)
+        if not came and one.error is None:
+            notes.append(f"{who}the grammar never started: {after!r} did not come")
+        if one.finish_reason == "length":
+            notes.append(f"{who}{cut_at(one, params)}")
+    return notes
+
+
+def cut_at(sample: CompletionOutput, params: SamplingParams) -> str:
+    """What cut a sample that had not come to its end."""
+    return f"the answer was cut at {'--max-tokens' if len(sample.token_ids) == params.max_tokens else '--max-len'}"
 
 
 def _speculation(stats: SpeculationStats) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from ..errors import InvalidInput, InvalidPrompt, PacelineError, UnsupportedOption
 from ..params import SamplingParams
 from ..types import StreamChunk
+from .answer import cut_at, notes_on
 from .constraints import ConstraintOptions
 from .exits import Debug, ReportedFailure, describe, say_error, say_note
 from .loading import Session, open_session
@@ -74,8 +75,13 @@ class Conversation:
             if answer.output.outputs[0].error is not None:
                 raise answer.output.outputs[0].error
             print_logprobs(answer.output, self.params)
-            if answer.output.outputs[0].finish_reason == "length":
-                say_note("the answer was cut: --max-tokens or --max-len")
+            only = answer.output.outputs[0]
+            # Without a grammar too: the next turn goes on from what is there.
+            notes = notes_on(answer.output, self.params)
+            if only.finish_reason == "length" and not notes:
+                notes = [cut_at(only, self.params)]
+            for note in notes:
+                say_note(note)
             if self.stats:
                 Console(stderr=True, highlight=False).print(stats_line(answer), style="dim", soft_wrap=True)
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]

@@ -12,6 +12,7 @@ import typer
 
 from ..errors import InvalidParams
 from .prompts import checked, decode, read_file
+from .sampling import parse_ids
 
 CONSTRAINTS = "Constraints"
 KINDS = "--json-schema, --json-object, --regex and --lark"
@@ -62,7 +63,7 @@ class ConstraintOptions:
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="The grammar starts behind this string of the answer, such as </think>.",
+            help="The grammar starts behind this string of the answer, such as `</think>`.",
             rich_help_panel=CONSTRAINTS,
         ),
     ] = None
@@ -79,10 +80,10 @@ class ConstraintOptions:
         ),
     ] = None
     allowed_token_ids: Annotated[
-        list[int] | None,
+        list[str] | None,
         typer.Option(
             metavar="ID",
-            help="No token but this one and others so named. May be repeated.",
+            help="No token but this one and others so named. May be repeated; or ID,ID,...",
             rich_help_panel=CONSTRAINTS,
         ),
     ] = None
@@ -97,7 +98,7 @@ class ConstraintOptions:
         after = _checked("--grammar-after", self.grammar_after)
         return {
             "bad_words": [_checked("--bad-words", word) for word in self.bad_words] if self.bad_words else None,
-            "allowed_token_ids": self.allowed_token_ids or None,
+            "allowed_token_ids": parse_ids("--allowed-token-ids", self.allowed_token_ids),
             "grammar": self._grammar(stdin_taken),
             "grammar_after": self.grammar_after_id if after is None else after,
         }

@@ -24,6 +24,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import InvalidInput, PacelineError, UnsupportedOption
+from .hints import hint_for_option
 
 OK = 0
 FAILURE = 1
@@ -154,7 +155,24 @@ def _say(kind: str, message: str) -> None:
 def _usage_message(error: Any) -> str:
     context = getattr(error, "ctx", None)
     where = f" (see {context.command_path} --help)" if context is not None else ""
-    return f"{error.format_message()}{where}"
+    return f"{_usage_hint(error, context) or error.format_message()}{where}"
+
+
+def _usage_hint(error: Any, context: Any) -> str | None:
+    """A better message than the parser's, where it is known what was meant."""
+    if context is None:
+        return None
+    offered = {option for p in context.command.params for option in (*p.opts, *p.secondary_opts)}
+    if type(error).__name__ == "NoSuchOption":
+        hint = hint_for_option(error.option_name, offered)
+        return None if hint is None else f"No such option: {error.option_name}; {hint}"
+    message = str(error.format_message())
+    if message.startswith("Got unexpected extra argument"):
+        if "--prompt" in offered:
+            return f"{message}; a prompt is given with --prompt TEXT, or -p, in quotes"
+        if "--system" in offered:
+            return f"{message}; what is said to the model is typed, or piped in"
+    return None
 
 
 def _quit(status: int) -> NoReturn:

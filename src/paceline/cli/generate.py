@@ -10,9 +10,9 @@ import typer
 from ..errors import InvalidInput
 from ..params import SamplingParams
 from ..types import StreamChunk
-from .answer import answer_as_json
+from .answer import answer_as_json, notes_on
 from .constraints import ConstraintOptions
-from .exits import Debug, ReportedFailure, describe, say_error
+from .exits import Debug, ReportedFailure, describe, say_error, say_note
 from .loading import open_session
 from .logprobs import print_logprobs
 from .options import ModelOptions, OutputFormat
@@ -102,6 +102,8 @@ def _answer(
             finally:
                 writer.end()
             print_logprobs(answer.output, params)
+        for note in notes_on(answer.output, params):
+            say_note(note)
         if stats:
             print_stats(answer)
         failed = [one for one in answer.output.outputs if one.error is not None]

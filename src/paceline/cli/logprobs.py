@@ -12,7 +12,10 @@ from rich.text import Text
 
 from ..params import SamplingParams
 from ..types import Logprob, Logprobs, RequestOutput
+from .exits import say_note
 from .report import print_table
+
+MOST = 20  # tokens of a row that a table shows
 
 
 def logprobs_as_json(
@@ -36,7 +39,14 @@ def likeliest(row: Logprobs, top: int | None) -> list[tuple[int, Logprob]]:
 
 
 def print_logprobs(output: RequestOutput, params: SamplingParams) -> None:
-    """A table for the prompt and for each sample, where they were asked for, on stderr."""
+    """A table for the prompt and for each sample, where they were asked for, on stderr.
+
+    Where all tokens were asked for, MOST are shown; the others fill no screen usefully.
+    """
+    every = [f"--{name}" for name, top in (("logprobs", params.logprobs), ("prompt-logprobs", params.prompt_logprobs))
+             if top == -1]  # fmt: skip
+    if every:
+        say_note(f"{' and '.join(every)} -1: the {MOST} likeliest of each row are shown; --format json has all")
     if output.prompt_logprobs is not None:
         _print("prompt", output.prompt_logprobs, output.prompt_token_ids, params.prompt_logprobs)
     for one in output.outputs:
@@ -56,7 +66,8 @@ def _print(title: str, rows: Sequence[Logprobs | None], tokens: Sequence[int], t
             table.add_row("", str(token), "", "", "")
             continue
         own = row[token]
-        others = "  ".join(f"{one.text!r} {one.logprob:.4f}" for _, one in likeliest(row, top))
+        listed = likeliest(row, MOST if top == -1 else top)
+        others = "  ".join(f"{one.text!r} {one.logprob:.4f}" for _, one in listed)
         # Text, because Rich reads brackets in a string as its own markup.
         table.add_row(Text(repr(own.text)), str(token), f"{own.logprob:.4f}", str(own.rank), Text(others))
     print(file=sys.stderr)

@@ -34,10 +34,15 @@ def decode_seconds(stats: SpeculationStats) -> float:
     return stats.draft_seconds + stats.forward_seconds + stats.verify_seconds + stats.other_seconds
 
 
-def tokens_per_second(stats: SpeculationStats) -> float:
-    """Emitted tokens per second of decoding; 0.0 before the first step."""
+def tokens_per_second(stats: SpeculationStats) -> float | None:
+    """Emitted tokens per second of decoding; None where no step was for decoding alone."""
     seconds = decode_seconds(stats)
-    return stats.emitted / seconds if seconds > 0 else 0.0
+    return stats.emitted / seconds if seconds > 0 else None
+
+
+def _speed(stats: SpeculationStats) -> str:
+    speed = tokens_per_second(stats)
+    return "- tokens/s" if speed is None else f"{speed:.1f} tokens/s"
 
 
 def print_stats(answer: Answer) -> None:
@@ -70,7 +75,7 @@ def stats_rows(answer: Answer) -> list[tuple[str, str]]:
     prompt_tokens = len(answer.output.prompt_token_ids)
     rows = [
         ("prompt", f"{prompt_tokens} tokens in {stats.prefill_seconds:.2f} s"),
-        ("speed", f"{tokens_per_second(stats):.1f} tokens/s ({stats.emitted} tokens in {seconds:.2f} s)"),
+        ("speed", f"{_speed(stats)} ({stats.emitted} tokens in {seconds:.2f} s)"),
         ("tokens per step", f"{stats.tokens_per_step:.2f} in {stats.steps} steps (bonus and recovered included)"),
         (
             "accepted",
@@ -93,7 +98,7 @@ def stats_line(answer: Answer) -> str:
     """The same in one line, for a conversation."""
     stats = answer.output.speculation
     return (
-        f"{stats.emitted} tokens, {tokens_per_second(stats):.1f} tokens/s, {stats.tokens_per_step:.2f} tokens per step "
+        f"{stats.emitted} tokens, {_speed(stats)}, {stats.tokens_per_step:.2f} tokens per step "
         f"(bonus and recovered included), {stats.accepted} of {stats.drafted} drafts accepted"
     )
 

@@ -28,10 +28,23 @@ def parse_max_tokens(text: str) -> int | str:
         raise typer.BadParameter(f"{text!r} is not a whole number; give one, or {NO_LIMIT!r} for no limit") from None
 
 
+def parse_ids(option: str, items: list[str] | None) -> list[int] | None:
+    """Token ids, each item one of them or several with commas between. None where there are no items."""
+    parts = [part.strip() for item in items or () for part in item.split(",")]
+    try:
+        return [int(part) for part in parts] or None
+    except ValueError:
+        given = " ".join(items or ())
+        raise typer.BadParameter(f"{option} {given!r}: give token ids, such as 42 or 42,43") from None
+
+
 def parse_bias(items: list[str]) -> dict[int, float]:
-    """`ID=BIAS`, each token once. Whether ids and numbers are in range is SamplingParams' affair."""
+    """`ID=BIAS`, or several with commas between, each token once.
+
+    Whether ids and numbers are in range is SamplingParams' affair.
+    """
     biases: dict[int, float] = {}
-    for item in items:
+    for item in (part.strip() for given in items for part in given.split(",")):
         token, equals, bias = item.partition("=")
         try:
             if not equals:
@@ -77,8 +90,8 @@ class SamplingOptions:
         typer.Option("--include-stop", metavar="", help="Keep the stop string in the text.", rich_help_panel=STOPPING),
     ] = False
     stop_token_ids: Annotated[
-        list[int] | None,
-        typer.Option(metavar="ID", help="End at this token. May be repeated.", rich_help_panel=STOPPING),
+        list[str] | None,
+        typer.Option(metavar="ID", help="End at this token. May be repeated; or ID,ID,...", rich_help_panel=STOPPING),
     ] = None
     ignore_eos: Annotated[
         bool,
@@ -122,7 +135,11 @@ class SamplingOptions:
     ] = DEFAULTS.repetition_penalty
     logit_bias: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID=BIAS", help="Add BIAS to a token's logit. May be repeated.", rich_help_panel=SAMPLING),
+        typer.Option(
+            metavar="ID=BIAS",
+            help="Add BIAS to a token's logit. May be repeated; or ID=BIAS,ID=BIAS,...",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
     seed: Annotated[
         int | None,
@@ -187,7 +204,7 @@ class SamplingOptions:
             min_tokens=self.min_tokens,
             stop=self.stop or None,
             include_stop_str_in_output=self.include_stop,
-            stop_token_ids=self.stop_token_ids or None,
+            stop_token_ids=parse_ids("--stop-token-ids", self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             temperature=self.temperature,
             top_k=self.top_k,

@@ -19,6 +19,13 @@ DEFAULT_DRAFT_LENGTH = 4
 """Drafts per step where neither the caller nor the request says."""
 
 AUTO = "forced+lookup"
+# What the same things are called elsewhere.
+OTHER_NAMES = {
+    "lookup": ("ngram", "n-gram", "ngrams", "prompt_lookup", "prompt-lookup", "promptlookup", "pld"),
+    "model:NAME": ("draft", "draft_model", "draft-model", "assistant", "assistant_model"),
+    "forced": ("grammar", "jump", "jump_forward"),
+    "none": ("off", "no", "false", "disabled"),
+}
 NAMES = ("auto", "none", "lookup", "model:NAME", "forced", "forced+lookup", "forced+model:NAME")
 
 
@@ -62,6 +69,12 @@ def parse_drafter(spec: str) -> DrafterSpec:
 def _hint(spec: str) -> str:
     """What was meant, if that can be guessed."""
     head, colon, _ = spec.partition(":")
+    turned = spec.removesuffix(f"+{FORCED}")
+    if turned != spec and f"{FORCED}+{turned.partition(':')[0]}" in [name.partition(":")[0] for name in NAMES]:
+        return f"; did you mean {FORCED}+{turned}? What is forced comes first"
+    meant = next((name for name, others in OTHER_NAMES.items() if head.lower() in others), None)
+    if meant is not None:
+        return f"; did you mean {meant}?"
     close = get_close_matches(head, [name.partition(":")[0] for name in NAMES], n=1)
     if colon and close == [head]:
         return f"; {head} takes nothing behind a colon"

@@ -141,7 +141,7 @@ class _Vocabulary:
 
     def compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
         """See GrammarCompiler."""
-        kind, source = source_of(spec)
+        kind, source = source_of(spec, {token: self._tokenizer.token_text(token) for token in self.stop_ids})
         matcher = self._matcher(source)
         if matcher.is_error():
             lenient = self._matcher(source_of({**spec, "lenient": True})[1]) if kind == "json_schema" else matcher

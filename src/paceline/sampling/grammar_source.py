@@ -25,8 +25,20 @@ _UNSUPPORTED = re.compile(
 )
 
 
-def source_of(spec: Mapping[str, Any]) -> tuple[str, str]:
-    """Which kind of grammar it is, and llguidance's form of it."""
+_LARK_TOKEN = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*" | /(?![/*])(?:\\.|[^/\\\n])+/ | (?://|\#)[^\n]*   # strings, expressions, comments
+    | (?P<named><[^<>\s]+>)
+    """,
+    re.VERBOSE,
+)
+
+
+def source_of(spec: Mapping[str, Any], ends: Mapping[int, bytes] | None = None) -> tuple[str, str]:
+    """Which kind of grammar it is, and llguidance's form of it.
+
+    ends: id -> name of the model's own end tokens, which a Lark grammar may not name.
+    """
     from llguidance import LLMatcher
 
     if "regex" in spec:
@@ -34,6 +46,7 @@ def source_of(spec: Mapping[str, Any]) -> tuple[str, str]:
         return "regex", _grammars({"lark_grammar": regex["lark_grammar"] + _NO_FORCING})
     if "lark" in spec:
         _refuse_sampling_options(spec["lark"])
+        _refuse_ends(spec["lark"], ends or {})
         return "lark", _grammars({"lark_grammar": spec["lark"] + _NO_FORCING})
     kind = "json_schema" if "json_schema" in spec else "json_object"
     schema = spec["json_schema"] if kind == "json_schema" else {"type": "object"}
@@ -60,6 +73,27 @@ def _refuse_sampling_options(lark: str) -> None:
         raise UnsupportedOption(
             f"grammar['lark'] has {found.group().strip()!r}; a rule has no temperature of its own here, take it out"
         )
+
+
+def _refuse_ends(lark: str, ends: Mapping[int, bytes]) -> None:
+    """An end token ends the text wherever it comes, so what a grammar has behind it, or it alone, is never reached."""
+    names = {name.decode("utf-8", "replace") for name in ends.values()}
+    for found in _LARK_TOKEN.finditer(lark):
+        named = found["named"]
+        if named is not None and (named in names or _all_ends(named, ends)):
+            raise InvalidParams(
+                f"grammar['lark'] names {named}, which ends the text; leave it out, the grammar ends there by itself"
+            )
+
+
+def _all_ends(named: str, ends: Mapping[int, bytes]) -> bool:
+    """Whether `<[1,4-6]>` lists end tokens alone."""
+    if not re.fullmatch(r"<\[\d+(-\d+)?(,\d+(-\d+)?)*\]>", named):
+        return False
+    spans = [part.partition("-") for part in named[2:-2].split(",")]
+    bounds = [(int(low), int(high or low)) for low, _, high in spans]
+    # An end token for each id of a span; a span may be written longer than any vocabulary.
+    return all(sum(low <= token <= high for token in ends) == high - low + 1 for low, high in bounds)
 
 
 def _with_known_addresses(schema: Any) -> Any:
@@ -102,5 +136,14 @@ def refusal(kind: str, message: str, dropped: Sequence[str] = ()) -> PacelineErr
         said = f"$ref: {said}"
     if not _UNSUPPORTED.search(said):
         return InvalidParams(f"grammar[{kind!r}] is no grammar: {said}")
-    lenient = f"; 'lenient': True would drop: {'; '.join(dropped)}" if dropped else ""
+    said = re.sub(r"\s*Enable 'coerce_one_of'[^.]*", "", said).rstrip(". ")  # an option of llguidance, not of ours
+    deeds = ["drop it" if one == said else _deed(one) for one in dropped]
+    lenient = f"; 'lenient': True would {'; '.join(deeds)}" if deeds else ""
     return UnsupportedOption(f"grammar[{kind!r}] is not supported by llguidance: {said}{lenient}")
+
+
+def _deed(warning: str) -> str:
+    """What "lenient" does, from llguidance's warning about it."""
+    if warning.startswith("oneOf not fully supported"):
+        return "take oneOf for anyOf, which allows more"
+    return f"drop: {warning}"

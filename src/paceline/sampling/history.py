@@ -73,7 +73,8 @@ class History:
             if constrained is row or constrained.max() > -np.inf:
                 raise
             names = [name for name in CONSTRAINTS if getattr(self._params, name)]
-            raise NoLegalToken(f"{', '.join(names)} together leave no token that may follow; loosen one") from None
+            verb, which = ("leaves", "it") if len(names) == 1 else ("together leave", "one")
+            raise NoLegalToken(f"{', '.join(names)} {verb} no token that may follow; loosen {which}") from None
 
     def forced(self, limit: int) -> tuple[int, ...]:
         """At most `limit` tokens, each the only one that the grammar leaves; () where it leaves a choice."""
