@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Literal
 
-from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError
+from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError, shown
 from .params import SamplingParams
 from .rng import derive_seed, fresh_seed
 from .sampling import CompiledGrammar, GrammarCompiler, History, bad_word_sequences, cloned
@@ -158,7 +158,7 @@ def _ascend(ids: IntArray, vocab_size: int) -> bool:
 def _checked_prompt(prompt_ids: Seq[int], info: BackendInfo) -> tuple[int, ...]:
     ids = []
     if not hasattr(prompt_ids, "__iter__"):
-        raise InvalidPrompt(f"prompt = {prompt_ids!r}; allowed: a list of token ids")
+        raise InvalidPrompt(f"prompt = {shown(prompt_ids)}; allowed: a list of token ids")
     for i, token in enumerate(prompt_ids):
         try:
             number = -1 if isinstance(token, bool) else operator.index(token)
@@ -166,7 +166,7 @@ def _checked_prompt(prompt_ids: Seq[int], info: BackendInfo) -> tuple[int, ...]:
             number = -1
         if not 0 <= number < info.vocab_size:
             raise InvalidPrompt(
-                f"prompt token {i} is {token!r}; token ids of {info.model} are 0 to {info.vocab_size - 1}"
+                f"prompt token {i} is {shown(token)}; token ids of {info.model} are 0 to {info.vocab_size - 1}"
             )
         ids.append(number)
     if not ids:

@@ -28,6 +28,17 @@ Messages name the thing, repeat the caller's value and say what to do.
 
 from __future__ import annotations
 
+MAX_SHOWN = 400  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """A caller's value as messages repeat it: its repr, shortened, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # too deep, too many digits, or a __repr__ that fails
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 4 :]}"
+
 
 class PacelineError(Exception):
     """Root of every exception raised on purpose by Paceline."""

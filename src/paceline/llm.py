@@ -22,6 +22,7 @@ from .errors import (
     InvariantError,
     PacelineError,
     UnsupportedOption,
+    shown,
 )
 from .models import Progress
 from .opening import LACKS, Options, checked_options, chosen_backend, cost_table, open_backend
@@ -199,7 +200,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """The assistant's next turn for one conversation, or for each of a list of them."""
         if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Seq):
-            raise InvalidInput(f"messages = {messages!r}; allowed: a list of messages, or a list of such lists")
+            raise InvalidInput(f"messages = {shown(messages)}; allowed: a list of messages, or a list of such lists")
         many = not messages or not isinstance(messages[0], Mapping)
         conversations = cast(Seq[Seq[Message]], messages if many else [messages])
         per_prompt = spread(params, len(conversations))
@@ -273,13 +274,15 @@ class LLM:
         if isinstance(prompt, str):
             return prompt, self.backend.tokenizer.encode(prompt)
         if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__") or not hasattr(prompt, "__len__"):
-            raise InvalidPrompt(f"prompt = {prompt!r}; allowed: a text or a list of token ids")
+            raise InvalidPrompt(f"prompt = {shown(prompt)}; allowed: a text or a list of token ids")
         return None, list(prompt)
 
     def _encode_pair(self, pair: tuple[Prompt, Prompt]) -> tuple[Seq[int], Seq[int]]:
         prompt = self._encode(pair[0])[1]
         if not prompt:
-            raise InvalidPrompt(f"prompt = {pair[0]!r} has no tokens; a continuation is scored behind at least one")
+            raise InvalidPrompt(
+                f"prompt = {shown(pair[0])} has no tokens; a continuation is scored behind at least one"
+            )
         return prompt, self._encode_bare(pair[1])
 
     def _encode_bare(self, continuation: Prompt) -> Seq[int]:
@@ -290,7 +293,7 @@ class LLM:
             ids = spelled(self.backend.tokenizer, continuation)
         if not ids:
             why = "has no tokens; give at least one" if ids is not None else "cannot be written in this vocabulary"
-            raise InvalidPrompt(f"continuation = {continuation!r} {why}")
+            raise InvalidPrompt(f"continuation = {shown(continuation)} {why}")
         return ids
 
     def _encode_chat(self, messages: Seq[Message]) -> tuple[str, list[int]]:
@@ -462,7 +465,7 @@ def spread(params: SamplingParams | Seq[SamplingParams] | None, n: int) -> list[
     each = list(params) if isinstance(params, Seq) and not isinstance(params, str | bytes) else [params]
     for one in each:
         if not isinstance(one, SamplingParams):
-            raise InvalidParams(f"params = {one!r}; allowed: SamplingParams, one or one for each prompt")
+            raise InvalidParams(f"params = {shown(one)}; allowed: SamplingParams, one or one for each prompt")
     if len(each) != n:
         raise InvalidParams(f"{len(each)} params for {n} prompts; give one, or one for each prompt")
     return each

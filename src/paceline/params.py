@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from types import FunctionType
 from typing import Any, Literal, TypeVar
 
-from .errors import InvalidParams, UnsupportedOption
+from .errors import InvalidParams, UnsupportedOption, shown
 
 Verification = Literal["auto", "rejection", "block", "coupled"]
 VERIFICATIONS: tuple[Verification, ...] = ("auto", "rejection", "block", "coupled")
@@ -106,7 +106,9 @@ def _names_checked(cls: type[_T]) -> type[_T]:
     def checked(self: Any, *args: Any, **options: Any) -> None:
         for name in options:
             if name in REFUSED:
-                raise UnsupportedOption(f"{name} = {options[name]!r} is not an option of Paceline: {REFUSED[name]}")
+                raise UnsupportedOption(
+                    f"{name} = {shown(options[name])} is not an option of Paceline: {REFUSED[name]}"
+                )
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
                 hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
@@ -225,9 +227,9 @@ class SamplingParams:
         if self.draft_length is not None:
             put("draft_length", integer("draft_length", self.draft_length, 0, MAX_TOKEN_ID))
         if not isinstance(self.verification, str) or self.verification not in VERIFICATIONS:
-            raise InvalidParams(f"verification = {self.verification!r}; allowed: {', '.join(VERIFICATIONS)}")
+            raise InvalidParams(f"verification = {shown(self.verification)}; allowed: {', '.join(VERIFICATIONS)}")
         if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidParams(f"logprobs_mode = {self.logprobs_mode!r}; allowed: {', '.join(LOGPROBS_MODES)}")
+            raise InvalidParams(f"logprobs_mode = {shown(self.logprobs_mode)}; allowed: {', '.join(LOGPROBS_MODES)}")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -244,59 +246,70 @@ def integer(name: str, value: Any, low: int, high: int = MAX_TOKEN_ID) -> int:
     """`value` as an int from low to high (numpy integers are fine, bool is not), else InvalidParams naming it."""
     allowed = f"an integer from {low} to {high}"
     if isinstance(value, bool):
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}")
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}")
     try:
         number = operator.index(value)
     except TypeError:
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}") from None
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}") from None
     if not low <= number <= high:
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}")
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}")
     return number
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
     bracket = "(" if open_low else "["
     allowed = f"a finite number in {bracket}{low:g}, {high:g}{')' if math.isinf(high) else ']'}"
-    if isinstance(value, (bool, str, bytes)):
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}")
+    if isinstance(value, (bool, str, bytes, bytearray, memoryview)):
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}") from None
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}") from None
     inside = low < number <= high if open_low else low <= number <= high
     if not inside or not math.isfinite(number):
-        raise InvalidParams(f"{name} = {value!r}; allowed: {allowed}")
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}")
     return number
 
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise InvalidParams(f"{name} = {value!r}; allowed: True or False")
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: True or False")
     return value
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...] | None:
     if value is None:
         return None
-    try:
-        items = (value,) if isinstance(value, str) else tuple(value)
-    except TypeError:
-        raise InvalidParams(f"{name} = {value!r}; allowed: a non-empty string, or a list of them") from None
+    items = (value,) if isinstance(value, str) else _items(name, value, "a non-empty string, or a list of them")
     for item in items:
         if not isinstance(item, str) or not item:
-            raise InvalidParams(f"{name} = {value!r}; allowed: non-empty strings")
+            raise InvalidParams(f"{name} = {shown(value)}; allowed: non-empty strings")
+        _refuse_surrogates(name, item)
     return items
+
+
+def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    """The items of a list of any kind; a mapping or bytes are none, though they can be walked through."""
+    try:
+        if isinstance(value, (str, bytes, bytearray, memoryview, Mapping)):
+            raise TypeError
+        return tuple(value)
+    except TypeError:
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: {allowed}") from None
+
+
+def _refuse_surrogates(name: str, text: str) -> None:
+    """Half a pair of surrogates is no text: no token writes it, and nothing can be compared with it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParams(f"{name} = {shown(text)}; allowed: text without lone surrogates ({error.reason})") from None
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
-    if isinstance(value, (str, bytes)):
-        raise InvalidParams(f"{name} = {value!r}; allowed: a list of token ids")
-    try:
-        items = tuple(value)
-    except TypeError:
-        raise InvalidParams(f"{name} = {value!r}; allowed: a list of token ids") from None
+    items = _items(name, value, "a list of token ids")
     return tuple(integer(f"{name}[{i}]", item, 0, MAX_TOKEN_ID) for i, item in enumerate(items))
 
 
@@ -304,9 +317,9 @@ def _bias(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise InvalidParams(f"logit_bias = {value!r}; allowed: a mapping from token id to a number")
+        raise InvalidParams(f"logit_bias = {shown(value)}; allowed: a mapping from token id to a number")
     return {
-        integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(f"logit_bias[{token!r}]", bias, -100.0, 100.0)
+        integer("logit_bias key", token, 0, MAX_TOKEN_ID): _number(f"logit_bias[{shown(token)}]", bias, -100.0, 100.0)
         for token, bias in value.items()
     }
 
@@ -314,14 +327,14 @@ def _bias(value: Any) -> dict[int, float] | None:
 def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...] | None:
     if value is None:
         return None
-    allowed = "allowed: a list of non-empty texts or lists of token ids"
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise InvalidParams(f"bad_words = {value!r}; {allowed}")
+    allowed = "a list of non-empty texts or lists of token ids"
     words: list[str | tuple[int, ...]] = []
-    for i, word in enumerate(value):
+    for i, word in enumerate(_items("bad_words", value, allowed)):
         checked = word if isinstance(word, str) else _ids(f"bad_words[{i}]", word)
         if not checked:
-            raise InvalidParams(f"bad_words[{i}] = {word!r}; {allowed}")
+            raise InvalidParams(f"bad_words[{i}] = {shown(word)}; allowed: {allowed}")
+        if isinstance(word, str):
+            _refuse_surrogates(f"bad_words[{i}]", word)
         words.append(checked)
     return tuple(words)
 
@@ -330,11 +343,9 @@ def checked_processors(value: Any) -> tuple[Callable[..., Any], ...] | None:
     """Functions and objects with clone(), as a tuple; anything else might keep state that nobody could roll back."""
     if value is None:
         return None
-    if isinstance(value, (str, bytes)) or not hasattr(value, "__iter__"):
-        raise InvalidParams(f"logits_processors = {value!r}; allowed: a list of functions (tokens, logits) -> logits")
-    processors = tuple(value)
+    processors = _items("logits_processors", value, "a list of functions (tokens, logits) -> logits")
     for i, one in enumerate(processors):
-        name = f"logits_processors[{i}] = {one!r}"
+        name = f"logits_processors[{i}] = {shown(one)}"
         if not callable(one) or isinstance(one, type):
             raise InvalidParams(f"{name}; allowed: a function (tokens, logits) -> logits, or an object called like one")
         if isinstance(one, functools.partial):
@@ -357,7 +368,7 @@ def _grammar(value: Any) -> dict[str, Any] | None:
     kinds = [kind for kind in GRAMMAR_KINDS if isinstance(value, Mapping) and kind in value]
     _refuse_model("grammar", value)
     if len(kinds) != 1:
-        raise InvalidParams(f"grammar = {value!r}; allowed: a mapping with one of {', '.join(GRAMMAR_KINDS)}")
+        raise InvalidParams(f"grammar = {shown(value)}; allowed: a mapping with one of {', '.join(GRAMMAR_KINDS)}")
     kind = kinds[0]
     options = {"json_schema": {"lenient", "whitespace"}, "json_object": {"whitespace"}}.get(kind, set())
     for name, option in value.items():
@@ -365,12 +376,14 @@ def _grammar(value: Any) -> dict[str, Any] | None:
             continue
         if name not in options or not isinstance(option, bool):
             others = f", and {', '.join(sorted(options))}, each True or False" if options else ""
-            raise InvalidParams(f"grammar[{name!r}] = {option!r}; allowed beside {kind}: nothing else{others}")
+            raise InvalidParams(f"grammar[{name!r}] = {shown(option)}; allowed beside {kind}: nothing else{others}")
     body = value[kind]
     if kind == "json_object" and body is not True:
-        raise InvalidParams(f"grammar['json_object'] = {body!r}; allowed: True")
+        raise InvalidParams(f"grammar['json_object'] = {shown(body)}; allowed: True")
     if kind in ("regex", "lark") and (not isinstance(body, str) or not body):
-        raise InvalidParams(f"grammar[{kind!r}] = {body!r}; allowed: a non-empty text")
+        raise InvalidParams(f"grammar[{kind!r}] = {shown(body)}; allowed: a non-empty text")
+    if isinstance(body, str):
+        _refuse_surrogates(f"grammar[{kind!r}]", body)
     if kind == "json_schema":
         body = _schema(body)
     return {**value, kind: body}
@@ -382,9 +395,11 @@ def _schema(value: Any) -> dict[str, Any] | bool:
     try:
         schema = json.loads(value if isinstance(value, str) else json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidParams(f"grammar['json_schema'] = {value!r}; it is not JSON ({error})") from None
+        raise InvalidParams(f"grammar['json_schema'] = {shown(value)}; it is not JSON ({error})") from None
     if not isinstance(schema, (dict, bool)):
-        raise InvalidParams(f"grammar['json_schema'] = {value!r}; allowed: a JSON schema, an object or true or false")
+        raise InvalidParams(
+            f"grammar['json_schema'] = {shown(value)}; allowed: a JSON schema, an object or true or false"
+        )
     _refuse_wrapper(schema)
     return schema
 
@@ -395,7 +410,7 @@ def _refuse_model(name: str, value: Any) -> None:
         kind = value if isinstance(value, type) else type(value)
         schema = f"{kind.__name__}.model_json_schema()"
         wanted = schema if name != "grammar" else f"{{'json_schema': {schema}}}"
-        raise InvalidParams(f"{name} = {value!r}; allowed: a mapping; pass {wanted}")
+        raise InvalidParams(f"{name} = {shown(value)}; allowed: a mapping; pass {wanted}")
 
 
 def _refuse_wrapper(schema: Any) -> None:
@@ -407,7 +422,7 @@ def _refuse_wrapper(schema: Any) -> None:
         inside = "'schema' in its 'json_schema'" if "json_schema" in schema else "'schema'"
     if inside is not None:
         raise InvalidParams(
-            f"grammar['json_schema'] = {schema!r} is a wrapper around a schema; pass what stands under {inside}"
+            f"grammar['json_schema'] = {shown(schema)} is a wrapper around a schema; pass what stands under {inside}"
         )
 
 
@@ -415,10 +430,11 @@ def _grammar_after(value: Any, grammar: Any) -> str | int | None:
     if value is None:
         return None
     if grammar is None:
-        raise InvalidParams(f"grammar_after = {value!r}; allowed: None, for there is no grammar to start")
+        raise InvalidParams(f"grammar_after = {shown(value)}; allowed: None, for there is no grammar to start")
     if isinstance(value, str) and value:
+        _refuse_surrogates("grammar_after", value)
         return value
     try:
         return integer("grammar_after", value, 0, MAX_TOKEN_ID)
     except InvalidParams:
-        raise InvalidParams(f"grammar_after = {value!r}; allowed: a token id or a non-empty string") from None
+        raise InvalidParams(f"grammar_after = {shown(value)}; allowed: a token id or a non-empty string") from None

@@ -162,8 +162,9 @@ def _read_schema(path: Path, stdin_taken: str | None) -> dict[str, Any] | bool:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise InvalidParams(f"{origin} is not JSON: {error.msg} at {place}") from None
-    except RecursionError:
-        raise InvalidParams(f"{origin} is nested too deeply") from None
+    except (RecursionError, ValueError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is not JSON: {error}"
+        raise InvalidParams(f"{origin} {why}") from None
     if not isinstance(schema, dict | bool):
         raise InvalidParams(f"{origin} holds {_what(schema)}; a JSON schema is an object, or true or false")
     return schema

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import InvalidParams, PacelineError, UnsupportedOption
+from ..errors import InvalidParams, PacelineError, UnsupportedOption, shown
 
 __all__ = ["refusal", "source_of"]
 
@@ -42,6 +42,11 @@ def source_of(spec: Mapping[str, Any], ends: Mapping[int, bytes] | None = None) 
     from llguidance import LLMatcher
 
     if "regex" in spec:
+        trailing = len(spec["regex"]) - len(spec["regex"].rstrip("\\"))
+        if trailing % 2:  # llguidance drops it
+            raise InvalidParams(
+                f"grammar['regex'] = {shown(spec['regex'])} ends in half an escape; write two backslashes"
+            )
         (regex,) = json.loads(LLMatcher.grammar_from_regex(spec["regex"]))["grammars"]
         return "regex", _grammars({"lark_grammar": regex["lark_grammar"] + _NO_FORCING})
     if "lark" in spec:
@@ -58,6 +63,8 @@ def source_of(spec: Mapping[str, Any], ends: Mapping[int, bytes] | None = None) 
     if "whitespace" in spec:
         guidance["whitespace_flexible"] = spec["whitespace"]
     own = schema.get("x-guidance", {})
+    if isinstance(own, Mapping) and spec.get("whitespace") is False:
+        own = {name: value for name, value in own.items() if name != "whitespace_pattern"}
     schema = {**schema, "x-guidance": {**own, **guidance} if isinstance(own, Mapping) else own}
     return kind, _grammars({"lark_grammar": "start: @schema" + _NO_FORCING}, {"name": "schema", "json_schema": schema})
 
@@ -68,10 +75,11 @@ def _grammars(*grammars: Mapping[str, Any]) -> str:
 
 def _refuse_sampling_options(lark: str) -> None:
     """A rule's temperature would be ignored: what samples is not llguidance."""
-    found = re.search(r"^[ \t]*[?!]?\w+\[[^\]]*\btemperature\s*=[^\]]*\]", lark, re.MULTILINE)
+    bare = _LARK_TOKEN.sub("", lark)
+    found = re.search(r"\[[^\[\]]*\btemperature\s*=[^\[\]]*\]", bare)
     if found:
         raise UnsupportedOption(
-            f"grammar['lark'] has {found.group().strip()!r}; a rule has no temperature of its own here, take it out"
+            f"grammar['lark'] has {found.group()!r}; a rule has no temperature of its own here, take it out"
         )
 
 

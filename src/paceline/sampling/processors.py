@@ -105,7 +105,8 @@ def _row(answer: Any, size: int, name: str) -> FloatArray:
         raise ProcessorError(f"{name} returned {type(answer).__name__}, which is no array ({error})") from error
     if row.shape != (size,) or row.dtype.kind not in "fiu":
         raise ProcessorError(f"{name} returned shape {row.shape}, dtype {row.dtype}; return {size} real numbers")
-    return np.array(row, dtype=np.float64)
+    with np.errstate(over="ignore"):  # from a longer float: +inf is told below
+        return np.array(row, dtype=np.float64)
 
 
 def _fault(row: FloatArray) -> str | None:
