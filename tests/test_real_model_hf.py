@@ -37,7 +37,9 @@ def weights() -> Path:
 
 @pytest.fixture(scope="module")
 def llm(weights: Path) -> Iterator[LLM]:
-    with LLM(weights, backend="hf", dtype="float32", drafter="lookup", draft_length=4, max_len=512, max_seqs=4) as opened:
+    with LLM(
+        weights, backend="hf", dtype="float32", drafter="lookup", draft_length=4, max_len=512, max_seqs=4
+    ) as opened:
         yield opened
 
 

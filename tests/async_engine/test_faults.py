@@ -250,7 +250,12 @@ def test_what_is_wrong_with_a_request_is_raised_before_it_starts() -> None:
                 ([999], SHORT, InvalidPrompt, "999"),
                 ("a" * 60, SHORT, InvalidPrompt, "60"),
                 ([{"role": "user"}], SHORT, InvalidInput, "content"),
-                ("abc", SamplingParams(grammar={"json_schema": {"uniqueItems": True}}), UnsupportedOption, "uniqueItems"),
+                (
+                    "abc",
+                    SamplingParams(grammar={"json_schema": {"uniqueItems": True}}),
+                    UnsupportedOption,
+                    "uniqueItems",
+                ),
             ]
             for prompt, params, kind, message in wrong:
                 for ask in (engine.stream(prompt, params).start, engine.stream(prompt, params).__anext__):

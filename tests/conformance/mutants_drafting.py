@@ -120,9 +120,7 @@ def _(patch: Patch) -> None:
 
 @mutant("drafts of a step share their noise", "one key for all draws of the chain", "law/model")
 def _(patch: Patch) -> None:
-    edit(
-        patch, ModelDrafter._draft, (PICK, PICK.replace("position", "job.num_committed").replace(", node)", ", 0)"))
-    )
+    edit(patch, ModelDrafter._draft, (PICK, PICK.replace("position", "job.num_committed").replace(", node)", ", 0)")))
 
 
 @mutant("an unsure draft is dropped", "whether it is verified depends on the token itself", "law/model")
