@@ -39,6 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "llm": RULES | {"text", "draft", "schedule", "backend", "models", "opening"} | ENGINE,
     "engine_thread": BASE | {"llm", "sampling"} | ENGINE,
     "async_engine": BASE | {"llm", "engine_thread"} | ENGINE,
+    "plan": BASE | {"llm", "draft", "models", "opening", "schedule", "bench"} | ENGINE,
     "bench": BASE | {"llm", "async_engine", "draft", "models", "opening", "backend"} | ENGINE,
 }
 

@@ -13,6 +13,7 @@ from .exits import Commands, Debug
 from .generate import generate
 from .models import models_app
 from .options import expand_options
+from .plan import plan_app
 from .rule import rule
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command("chat")(expand_options(chat))
 app.command("rule")(rule)
 app.command("demo")(expand_options(demo))
 app.add_typer(bench_app, name="bench")
+app.add_typer(plan_app, name="plan")
 app.add_typer(models_app, name="models")
 
 
