@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 
 from .admission import admit_proposal, admit_request
-from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter
+from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter, NoDrafter
 from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
@@ -222,7 +222,7 @@ class Engine:
 
     def _drafts_wanted(self, sequence: Sequence) -> int:
         """A step emits up to drafts + 1 tokens; more than the request may still hold is wasted."""
-        if not self.backend.info.can_truncate:
+        if not self.backend.info.can_truncate or isinstance(self.drafter.inner, NoDrafter):
             return 0
         asked = sequence.request.params.draft_length
         room = min(sequence.limit - len(sequence.tokens), self.max_rows) - 1
@@ -237,6 +237,8 @@ class Engine:
         """Ask for as many drafts as seem worth it, and keep as many of them as are."""
         others = [w.share for w in work if not w.turn.decode]
         decoding = [w for w in work if w.turn.decode]
+        if type(self.controller) is FixedLengths and not any(w.turn.drafts for w in decoding):
+            return
         for w in decoding:
             s, asked = w.sequence, w.sequence.request.params.draft_length
             name = self.drafter.inner.name.removeprefix(f"{FORCED}+")

@@ -17,11 +17,8 @@ before they are drawn; point proposals may be cut afterwards too, which is exact
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
-
-from ..types import FloatArray
 from .cost import CostTable, Share
 
 __all__ = ["Acceptance", "Ask", "Plan", "allocate"]
@@ -76,14 +73,14 @@ class Ask:
     """One request's part in the allocation.
 
     share: the tokens it forwards anyway, and those cached before. tokens: what it is expected to emit for them.
-    chances: float64[k], that drafts 1 .. k are kept together with all before them, descending; k is the most it may
-    have. draft_seconds: float64[k], what drawing the first 1 .. k of them costs; None where they cost nothing.
+    chances: k numbers, that drafts 1 .. k are kept together with all before them, descending; k is the most it may
+    have. draft_seconds: k numbers, what drawing the first 1 .. k of them costs; None where they cost nothing.
     """
 
     share: Share
     tokens: float = 1.0
-    chances: FloatArray = field(default_factory=lambda: np.zeros(0))
-    draft_seconds: FloatArray | None = None
+    chances: Sequence[float] = ()
+    draft_seconds: Sequence[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +109,20 @@ def allocate(
     as the dearest of those that were chosen.
     """
     order = sorted((-chance, i, j) for i, ask in enumerate(asks) for j, chance in enumerate(ask.chances))
-    drafting = np.zeros(len(order) + 1)
-    for n, (_, i, j) in enumerate(order):
-        seconds = asks[i].draft_seconds
-        drafting[n + 1] = max(drafting[n], 0.0 if seconds is None else seconds[j])
-    tokens = sum(ask.tokens for ask in asks) + np.cumsum([0.0, *(-one[0] for one in order)])
-    seconds = costs.curve([*(ask.share for ask in asks), *others], len(order)) + overhead + drafting
-    best = int((tokens / seconds).argmax())
-    if tokens[best] / seconds[best] < margin * tokens[0] / seconds[0]:
-        best = 0
+    forwards = costs.curve([*(ask.share for ask in asks), *others], len(order))
+    tokens = plain_tokens = sum(ask.tokens for ask in asks)
+    seconds = plain_seconds = forwards[0] + overhead
+    best, best_tokens, best_seconds, drafting = 0, tokens, seconds, 0.0
+    for n, (chance, i, j) in enumerate(order, 1):
+        dear = asks[i].draft_seconds
+        drafting = drafting if dear is None else max(drafting, dear[j])
+        tokens -= chance
+        seconds = forwards[n] + overhead + drafting
+        if tokens * best_seconds > best_tokens * seconds:
+            best, best_tokens, best_seconds = n, tokens, seconds
+    if best_tokens * plain_seconds < margin * plain_tokens * best_seconds:
+        best, best_tokens, best_seconds = 0, plain_tokens, plain_seconds
     drafts = [0] * len(asks)
     for _, i, _ in order[:best]:
         drafts[i] += 1
-    return Plan(drafts, float(tokens[best]), float(seconds[best]), float(tokens[0]), float(seconds[0]))
+    return Plan(drafts, best_tokens, best_seconds, plain_tokens, plain_seconds)

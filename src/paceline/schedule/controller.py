@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
-import numpy as np
-
-from ..types import FloatArray, Proposal
+from ..types import Proposal
 from .adaptive import REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
@@ -114,6 +114,8 @@ class Controller(FixedLengths):
 
     def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """How many of the drafts to verify, now that they are there. What was sampled is verified whole."""
+        if self.listener is None and not any(c.proposal is not None and len(c.proposal) for c in candidates):
+            return [0] * len(candidates)
         lengths = self._allocated(candidates, others, [self._drafted(candidate) for candidate in candidates])
         self._told = False
         return lengths
@@ -170,11 +172,10 @@ class Controller(FixedLengths):
                 return False
         return position + len(taken) - watched.position < len(watched.tokens)
 
-    def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> FloatArray:
+    def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> list[float]:
         standing = self._standing(candidate.request_id)
         single = [self._estimate(standing, source).at(i) for source, size in sources for i in range(size)]
-        chances: FloatArray = np.array(single[: candidate.most])
-        return chances.cumprod()
+        return list(accumulate(single[: candidate.most], mul))
 
     def _expected(self, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
@@ -182,7 +183,7 @@ class Controller(FixedLengths):
         chances = self._chances(candidate, [(source, candidate.most)])
         if candidate.fixed:
             return _settled(candidate, chances)
-        return Ask(candidate.share, 1.0, chances, np.full(chances.size, self._per_depth).cumsum())
+        return Ask(candidate.share, 1.0, chances, [self._per_depth * n for n in range(1, len(chances) + 1)])
 
     def _drafted(self, candidate: Candidate) -> Ask:
         """Of drafts that are there."""
@@ -213,7 +214,7 @@ class Controller(FixedLengths):
             chances = " ".join(f"{chance:.2f}" for chance in ask.chances)
             names = "+".join(source for source, size in sources if size) or candidate.name
             lines.append(
-                f"  request {candidate.request_id}: {n} of {ask.chances.size} from {names}, chances {chances or '-'}"
+                f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {names}, chances {chances or '-'}"
             )
         return "\n".join(lines)
 
@@ -229,10 +230,10 @@ def _rate(tokens: float, seconds: float) -> str:
     return f"{tokens:.2f} tokens in {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} a second"
 
 
-def _settled(candidate: Candidate, chances: FloatArray) -> Ask:
+def _settled(candidate: Candidate, chances: Sequence[float]) -> Ask:
     """Drafts that are verified in any case, all of them."""
     tokens, cached = candidate.share
-    return Ask((tokens + chances.size, cached), 1.0 + float(chances.sum()))
+    return Ask((tokens + len(chances), cached), 1.0 + sum(chances))
 
 
 def _sources(proposal: Proposal, name: str) -> tuple[tuple[str, int], ...]:

@@ -7,6 +7,7 @@ token can be dearer than one of two.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import count
 from statistics import median
@@ -54,43 +55,53 @@ class CostTable:
                 f"above 0, got shape {self.table.shape}"
             )
         self._drift = 1.0
-        self._factors = np.ones(self.widths.size)
+        self._factors = [1.0] * self.widths.size
+        # Plain lists: a step asks for a few numbers, and numpy would take longer over them than the decision is worth.
+        self._known: list[int] = self.widths.tolist()
+        self._least: list[float] = self.table[0].tolist()
+        self._growth: list[list[float]] = (self.table - self.table[0]).T.tolist()  # by width, then context
+        self._behind: list[int] = self.contexts.tolist()
 
     def seconds(self, new_tokens: int, context: int) -> float:
         """One forward of one sequence."""
-        return float(self.curve([(new_tokens, context)], 0)[0])
+        return self.curve([(new_tokens, context)], 0)[0]
 
     def step_seconds(self, shares: Sequence[Share]) -> float:
         """One forward of several sequences together."""
-        return float(self.curve(shares, 0)[0])
+        return self.curve(shares, 0)[0]
 
-    def curve(self, shares: Sequence[Share], most: int) -> FloatArray:
-        """float64[most + 1]: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
+    def curve(self, shares: Sequence[Share], most: int) -> list[float]:
+        """most + 1 durations: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
 
         The sequences' tokens cost together what one sequence's would; then each pays for its own context.
         """
         total = sum(width for width, _ in shares)
-        least = self.contexts[0]
-        contexts = sum(self._at(width, context) - self._at(width, least) for width, context in shares)
-        extra = contexts + self.per_sequence * max(len(shares) - 1, 0)
-        widths = np.arange(total, total + most + 1)
-        tokens = _linear(widths, self.widths, self.table[0] * self._factors)
-        seconds: FloatArray = np.maximum(tokens + extra, 1e-9) * self._drift
-        return seconds
+        extra = self.per_sequence * max(len(shares) - 1, 0) + sum(self._context(*share) for share in shares)
+        return [max(self._tokens(width) + extra, 1e-9) * self._drift for width in range(total, total + most + 1)]
 
     def observe(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of these shares took `seconds`. What it took beyond all measure says nothing of the next one."""
-        expected = self.step_seconds(shares)
-        surprise = min(max(seconds / expected, 0.5), 2.0)
+        surprise = min(max(seconds / self.step_seconds(shares), 0.5), 2.0)
         self._drift *= 1.0 + DRIFT_RATE * (surprise - 1.0)
         total = sum(width for width, _ in shares)
-        nearest = int(np.abs(self.widths - total).argmin())
-        if self.widths[nearest] == total:
-            self._factors[nearest] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
+        i = bisect_left(self._known, total)
+        if i < len(self._known) and self._known[i] == total:
+            self._factors[i] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
 
-    def _at(self, width: int, context: int) -> float:
-        by_width = _linear(np.array([context]), self.contexts, self.table)[0]
-        return float(_linear(np.array([width]), self.widths, by_width)[0])
+    def _tokens(self, width: int) -> float:
+        """Seconds of `width` tokens behind the least context."""
+        i, share = _place(self._known, width)
+        low = self._least[i] * self._factors[i]
+        return low if share == 0.0 else low + (self._least[i + 1] * self._factors[i + 1] - low) * share
+
+    def _context(self, width: int, context: int) -> float:
+        """What a context adds to one sequence's tokens."""
+        if len(self._behind) == 1:
+            return 0.0
+        i, share = _place(self._known, width)
+        j, farther = _place(self._behind, context)
+        low = _between(self._growth[i], j, farther)
+        return low if share == 0.0 else low + (_between(self._growth[i + 1], j, farther) - low) * share
 
     # --- measuring ----------------------------------------------------------------------------------
 
@@ -243,6 +254,18 @@ class _Measurement:
     def _spent(self) -> float:
         """Share of the budget."""
         return (self.clock() - self.started) / self.budget
+
+
+def _place(known: list[int], x: int) -> tuple[int, float]:
+    """Where x lies among ascending numbers: behind the i-th, by a share of the way to the next, which may be over 1."""
+    if len(known) == 1:
+        return 0, 0.0
+    i = min(max(bisect_right(known, x) - 1, 0), len(known) - 2)
+    return i, (x - known[i]) / (known[i + 1] - known[i])
+
+
+def _between(values: list[float], i: int, share: float) -> float:
+    return values[i] if share == 0.0 else values[i] + (values[i + 1] - values[i]) * share
 
 
 def _linear(x: Any, known: Any, values: Any) -> Any:
