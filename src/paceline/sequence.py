@@ -324,7 +324,7 @@ class TargetRows:
         if i and i == len(self._drafts) and self._sequence.is_over(drafts):
             # Only the last draft can end the sample; what is drawn behind it is cut at commit, and any row will do.
             return Distribution.one_hot(0, self._logits.shape[-1])
-        return self._sequence.history.distribution(self._processed(i), drafts)
+        return self._sequence.history.distribution(self._processed(i), drafts, borrow=True)  # rows live for a step
 
     def _processed(self, i: int) -> NDArray[Any]:
         """Row i of the logits after the user's processors, which see every row before it first."""

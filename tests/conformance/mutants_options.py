@@ -36,7 +36,7 @@ def _(patch: Patch) -> None:
 
 @mutant("the mask counts drafts behind the row", "every row has the last row's grammar", "law/grammar")
 def _(patch: Patch) -> None:
-    edit(patch, TargetRows._row, ("self._processed(i), drafts)", "self._processed(i), self._drafts)"))
+    edit(patch, TargetRows._row, ("self._processed(i), drafts,", "self._processed(i), self._drafts,"))
 
 
 @mutant("the grammar is not rolled back", "rejected drafts stay in the matcher", "options/grammar, adversary")
@@ -87,8 +87,8 @@ def _(patch: Patch) -> None:
         patch,
         TargetRows._row,
         (
-            "self._processed(i), drafts)",
-            "self._processed(i), drafts if 2 in drafts or 2 not in self._drafts else (2,))",
+            "self._processed(i), drafts,",
+            "self._processed(i), drafts if 2 in drafts or 2 not in self._drafts else (2,),",
         ),
     )
 
@@ -136,7 +136,7 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     edit(patch, History.distribution, ("legal = self._grammar.legal(drafts) if self._grammar is not None else None",
                                        "legal = None"),
-         ("return distribution(constrained, self._params, counts)",
+         ("return distribution(constrained, self._params, counts, borrow=borrow or constrained is not row)",
           "return cut_down(distribution(constrained, self._params, counts), self._grammar, drafts)"),
          cut_down=cut_down)  # fmt: skip
 
@@ -159,7 +159,7 @@ def _(patch: Patch) -> None:
             return Distribution.one_hot(forced[i], rows._logits.shape[-1])
         return None
 
-    row = "self._sequence.history.distribution(self._processed(i), drafts)"
+    row = "self._sequence.history.distribution(self._processed(i), drafts, borrow=True)"
     edit(patch, TargetRows._row, (row, f"trusting(self, i) or {row}"), trusting=trusting)
 
 

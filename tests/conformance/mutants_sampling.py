@@ -21,7 +21,7 @@ Patch = pytest.MonkeyPatch
 
 # --- sampling -----------------------------------------------------------------------------------------
 
-P = "self._sequence.history.distribution(self._processed(i), drafts)"
+P = "self._sequence.history.distribution(self._processed(i), drafts, borrow=True)"
 COMMIT = "self.history.commit(token)"
 Wrong = Callable[[FloatArray, SamplingParams, Any], Distribution]
 
@@ -50,7 +50,7 @@ def nucleus(p: FloatArray, top_p: float) -> Any:
 
 @mutant("greedy ties go to the highest id", "the plain argmax takes the lowest", "law/greedy")
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         if params.temperature > 0:
             return distribution(logits, params, counts)
         return Distribution.one_hot(logits.size - 1 - int(np.argmax(logits[::-1])), logits.size)
@@ -60,7 +60,7 @@ def _(patch: Patch) -> None:
 
 @mutant("top-k keeps all ties", "more than k tokens survive", "law/ties")
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         if 0 < params.top_k < logits.size:
             logits = cut(logits, logits >= np.sort(logits)[-params.top_k])
         return distribution(logits, replace(params, top_k=0), counts)
@@ -70,7 +70,7 @@ def _(patch: Patch) -> None:
 
 @mutant("top-p before top-k", "the nucleus is measured on the row of another stage", "law/filters")
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         kept = nucleus(softmax(logits / (params.temperature or 1.0)), params.top_p)
         return distribution(cut(logits, kept), replace(params, top_p=1.0), counts)
 
@@ -79,7 +79,7 @@ def _(patch: Patch) -> None:
 
 @mutant("top-p without the token that reaches it", "the nucleus ends one token early", "law/top-p", "vllm#10198")
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         p = distribution(logits, replace(params, top_p=1.0, min_p=0.0), counts).dense()
         kept = nucleus(p, params.top_p) & ((p > p[nucleus(p, params.top_p)].min()) | (p == p.max()))
         return distribution(cut(logits, kept), replace(params, top_p=1.0), counts)
@@ -89,7 +89,7 @@ def _(patch: Patch) -> None:
 
 @mutant("min-p before temperature", "the cut is measured at temperature 1", "law/min-p")
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         p = softmax(logits)
         return distribution(cut(logits, p >= params.min_p * p.max()), replace(params, min_p=0.0), counts)
 
@@ -101,7 +101,8 @@ def _(patch: Patch) -> None:
 )
 def _(patch: Patch) -> None:
     sample_wrongly(
-        patch, lambda z, params, counts: distribution(z, replace(params, temperature=params.temperature or 1.0), counts)
+        patch,
+        lambda z, params, counts, **_: distribution(z, replace(params, temperature=params.temperature or 1.0), counts),
     )
 
 
@@ -109,7 +110,7 @@ def _(patch: Patch) -> None:
     "NaN rows give token 0", "an id is made up where the model gave none", "faults", "vllm#44744", "TensorRT-LLM#11125"
 )
 def _(patch: Patch) -> None:
-    def wrong(logits: FloatArray, params: SamplingParams, counts: Any) -> Distribution:
+    def wrong(logits: FloatArray, params: SamplingParams, counts: Any, **_: Any) -> Distribution:
         return Distribution.one_hot(0, logits.size) if np.isnan(logits).any() else distribution(logits, params, counts)
 
     sample_wrongly(patch, wrong)
@@ -154,7 +155,7 @@ def _(patch: Patch) -> None:
 
 @mutant("penalties count all of the step's drafts", "row i counts drafts that come after it", "law/penalties")
 def _(patch: Patch) -> None:
-    edit(patch, TargetRows._row, (P, P.replace(", drafts)", ", self._drafts)")))
+    edit(patch, TargetRows._row, (P, P.replace(", drafts,", ", self._drafts,")))
 
 
 @mutant(

@@ -246,3 +246,25 @@ def test_a_dear_drafter_is_judged_by_what_its_drafts_were() -> None:
         one.proposal = Proposal.point([1] * budget, sources=(("forced", 0), ("lookup:2", budget)))
         controller.observe(one, step, [2], 0, budget)
     assert budget == 0
+
+
+@pytest.mark.parametrize("sources", [(), (("a", 1),), (("a", 0),), (("a", 9), ("b", 9))], ids=str)
+def test_what_a_drafter_says_of_its_sources_cuts_nothing_that_was_sampled(sources: tuple[tuple[str, int], ...]) -> None:
+    """Proposal.sources has no part in any rule: too few, none or too many of them must not shorten a sampled chain."""
+    controller = Controller(STEEP)
+    one = candidate(0, Proposal.sampled([1, 2, 3], np.full((3, 10), 0.1), sources=sources))
+    assert controller.lengths([one], []) == [3]
+    controller.observe(one, 10, [1, 2, 5], 2, 3)
+    fixed = candidate(1, Proposal.point([1, 2, 3], sources=sources), fixed=True)
+    assert controller.lengths([fixed], []) == [3]
+    controller.observe(fixed, 10, [1, 2, 5], 2, 3)
+
+
+def test_drafts_that_were_cut_before_are_not_paid_for() -> None:
+    """A grammar or a stop string shortens a proposal; its sources still tell the drafter's numbers."""
+    whole = Proposal.point(range(1, 17), sources=(("good", 16),))
+    controller = Controller(CostTable([1, 2, 3, 4, 5, 20], [0], [[10.0, 10.1, 10.2, 10.3, 99.0, 999.0]]))
+    for step in range(40):
+        controller.observe(candidate(0, whole), 100 * step, list(range(1, 17)), 16, 16)
+    # Two more tokens are cheap. One draft is left of the good ones: the other request gets the second token.
+    assert controller.lengths([candidate(0, whole.first(1)), candidate(1, Proposal.point([1]))], []) == [1, 1]

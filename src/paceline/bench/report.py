@@ -118,15 +118,16 @@ def _markdown(report: dict[str, Any]) -> str:
     parts = [f"# {KINDS[report['kind']]}: {report['model']['name']}", ""]
     parts += [f"- {name}: {words}" for name, words in facts(report)]
     for table in tables(report):
-        parts += ["", f"## {table.title}", "", _pipes(table.head), "|---" * len(table.head) + "|"]
-        parts += [_pipes(row) for row in table.rows]
+        parts += ["", f"## {table.title}", "", pipes(table.head), "|---" * len(table.head) + "|"]
+        parts += [pipes(row) for row in table.rows]
     parts += ["", *notes(report)]
     if report["warnings"]:
         parts += ["", "## Warnings", "", *(f"- {warning}" for warning in report["warnings"])]
     return "\n".join(parts) + "\n"
 
 
-def _pipes(cells: Sequence[str]) -> str:
+def pipes(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
@@ -135,7 +136,7 @@ def _html(report: dict[str, Any]) -> str:
     parts = [f"<h1>{title}</h1>", "<dl>"]
     parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts(report)]
     parts += ["</dl>", *(f"<p>{escape(note)}</p>" for note in notes(report)), *plots(report)]
-    parts += [_html_table(table) for table in tables(report)]
+    parts += [html_table(table) for table in tables(report)]
     if report["warnings"]:
         parts += ["<h2>Warnings</h2>", "<ul>", *(f"<li>{escape(w)}</li>" for w in report["warnings"]), "</ul>"]
     head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{title}</title>'
@@ -143,7 +144,8 @@ def _html(report: dict[str, Any]) -> str:
     return "\n".join(["<!DOCTYPE html>", *page])
 
 
-def _html_table(table: Table) -> str:
+def html_table(table: Table) -> str:
+    """A table with its title, as HTML."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
     rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
     return f"<h2>{escape(table.title)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"

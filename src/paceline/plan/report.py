@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..bench import report as bench_report
 from ..bench import svg
-from ..bench.report import STYLE
+from ..bench.report import STYLE, html_table, pipes
 from ..bench.tables import Table
 from ..errors import InvalidParams
 from .drawing import surface_svg
@@ -276,16 +276,12 @@ def _markdown(report: Report) -> str:
     parts = [f"# {_title(report)}", "", *(f"- {name}: {words}" for name, words in facts(report))]
     parts += ["", *verdicts(report)]
     for table in tables(report):
-        parts += ["", f"## {table.title}", "", _pipes(table.head), "|---" * len(table.head) + "|"]
-        parts += [_pipes(row) for row in table.rows]
+        parts += ["", f"## {table.title}", "", pipes(table.head), "|---" * len(table.head) + "|"]
+        parts += [pipes(row) for row in table.rows]
     parts += ["", "## What is what", "", *(f"- *{level}*: {said}" for level, said in statements(report))]
     if report["warnings"]:
         parts += ["", "## Warnings", "", *(f"- {warning}" for warning in report["warnings"])]
     return "\n".join(parts) + "\n"
-
-
-def _pipes(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 def _html(report: Report) -> str:
@@ -294,7 +290,7 @@ def _html(report: Report) -> str:
     parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts(report)]
     parts += ["</dl>", *(f"<p><strong>{escape(said)}</strong></p>" for said in verdicts(report))]
     parts += [plot for plot in plots(report) if plot]
-    parts += [_html_table(table) for table in tables(report)]
+    parts += [html_table(table) for table in tables(report)]
     parts.append("<h2>What is what</h2>")
     parts += [f"<p><em>{level}</em>: {escape(said)}</p>" for level, said in statements(report)]
     if report["warnings"]:
@@ -302,9 +298,3 @@ def _html(report: Report) -> str:
     head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{title}</title>'
     page = [f'<html lang="en"><head>{head}<style>{STYLE}</style></head>', "<body>", *parts, "</body></html>", ""]
     return "\n".join(["<!DOCTYPE html>", *page])
-
-
-def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.head)
-    rows = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    return f"<h2>{escape(table.title)}</h2>\n<table><thead><tr>{head}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"

@@ -51,11 +51,11 @@ class History:
             self._counts = TokenCounts(tokens[:prompt_length])
             self._counts.add(tokens[prompt_length:])
 
-    def distribution(self, logits: ArrayLike, drafts: Sequence[int] = ()) -> Distribution:
+    def distribution(self, logits: ArrayLike, drafts: Sequence[int] = (), *, borrow: bool = False) -> Distribution:
         """Float[V] -> the distribution behind the committed tokens and `drafts`.
 
         Raises NoLegalToken where the constraints leave none of the tokens that the row itself allows, else as
-        `sampling.distribution`. logits is never written to.
+        `sampling.distribution`, which says what borrow is. logits is never written to.
         """
         row = as_row(logits)
         constrained = row
@@ -68,7 +68,7 @@ class History:
             refuse_row(row)  # a mask must not hide what is wrong with the model
         counts = self._counts.with_drafts(drafts) if self._counts is not None else None
         try:
-            return distribution(constrained, self._params, counts)
+            return distribution(constrained, self._params, counts, borrow=borrow or constrained is not row)
         except BadLogits:
             if constrained is row or constrained.max() > -np.inf:
                 raise

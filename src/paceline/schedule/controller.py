@@ -118,7 +118,8 @@ class Controller(FixedLengths):
             return [0] * len(candidates)
         lengths = self._allocated(candidates, others, [self._drafted(candidate) for candidate in candidates])
         self._told = False
-        return lengths
+        # Whatever a drafter says of its sources: what was sampled, or asked for by number, is never cut.
+        return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, lengths, strict=True)]
 
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of the target took `seconds`."""
@@ -134,7 +135,7 @@ class Controller(FixedLengths):
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
         standing, proposal = self._standing(candidate.request_id), candidate.proposal
         if proposal is not None and len(proposal):
-            standing.source = next(source for source, size in reversed(_sources(proposal, candidate.name)) if size)
+            standing.source = _place(_sources(proposal, candidate.name), len(proposal) - 1)[0]
         if proposal is not None and proposal.kind == "sampled":
             for i in range(min(accepted + 1, verified)):
                 source, place = _place(_sources(proposal, candidate.name), i)
@@ -190,10 +191,8 @@ class Controller(FixedLengths):
         proposal = candidate.proposal
         if proposal is None or not len(proposal):
             return Ask(candidate.share)
-        chances = self._chances(candidate, _sources(proposal, candidate.name))
-        if candidate.fixed or proposal.kind == "sampled":
-            return _settled(candidate, chances)
-        return Ask(candidate.share, 1.0, chances)
+        chances = self._chances(candidate, _sources(proposal, candidate.name))[: len(proposal)]
+        return _settled(candidate, chances) if _is_whole(candidate) else Ask(candidate.share, 1.0, chances)
 
     def _allocated(self, candidates: Sequence[Candidate], others: Sequence[Share], asks: list[Ask]) -> list[int]:
         plan = allocate(asks, self.costs, others, self._rest)
@@ -228,6 +227,11 @@ def _learned(known: float, seen: float) -> float:
 
 def _rate(tokens: float, seconds: float) -> str:
     return f"{tokens:.2f} tokens in {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} a second"
+
+
+def _is_whole(candidate: Candidate) -> bool:
+    """Whether all that was drafted is verified, whatever it costs."""
+    return candidate.fixed or (candidate.proposal is not None and candidate.proposal.kind == "sampled")
 
 
 def _settled(candidate: Candidate, chances: Sequence[float]) -> Ask:
