@@ -6,17 +6,20 @@ Runs drafters and options in turn, several times over, and prints medians with t
 verification (distributions and draws included) and everything else, as a share of the decoding steps. For the draft
 model, whose drafting is a forward of its own, "outside without drafting" is the line to look at: it leaves drafting out
 of both sides. With lookup, see how many drafts a step had: a shorter forward makes the same work a larger share.
+"four guesses" has K drafts in every step.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
-from paceline import LLM, SamplingParams
-from paceline.draft import LookupDrafter
+from paceline import LLM, PacelineError, SamplingParams
+from paceline.draft import LookupDrafter, NoDrafter
 from paceline.models import resolve
+from paceline.types import DraftContext, Proposal
 
 PROMPT = "Tell me how a bicycle race is won, and why riders stay close behind one another."
 
@@ -29,6 +32,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 LIMITS = {"temperature 1": 3, "top-p 0.9 and penalties": 8}
 K = 4
+
+
+class Guesses(NoDrafter):
+    """Says what was said: its drafts cost nothing to make and are as good as never kept."""
+
+    name = "guesses"
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Proposal | PacelineError]:
+        """The last budgets[i] tokens."""
+        return [Proposal.point(c.tokens[len(c.tokens) - n :]) for c, n in zip(contexts, budgets, strict=True)]
 
 
 def share(llm: LLM, params: SamplingParams) -> dict[str, float]:
@@ -58,6 +71,7 @@ def main() -> None:
         "none": "none",
         "lookup": "lookup",
         "lookup, min_ngram=1": LookupDrafter(min_ngram=1),
+        "four guesses": Guesses(),
         "model:smollm2:q4_0": f"model:{resolve('smollm2:q4_0')}",
     }
     llms = {name: LLM(path, drafter=drafter, max_len=1024, max_seqs=1) for name, drafter in drafters.items()}

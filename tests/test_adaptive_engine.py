@@ -81,8 +81,8 @@ def test_a_request_that_says_how_many_gets_them() -> None:
 
 def test_free_drafts_are_taken_and_dear_ones_are_not() -> None:
     params = [SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)] * len(PROMPTS)
-    free = generate("lookup", params, Controller(CostTable([1, 999], [0], [[1e-3, 1.1e-3]])))
-    dear = generate("lookup", params, Controller(CostTable([1, 2], [0], [[1e-3, 1.0]])))
+    free = generate("lookup", params, Controller(CostTable([1, 999], [0], [[1.0, 1.1]])))
+    dear = generate("lookup", params, Controller(CostTable([1, 2], [0], [[1.0, 1e3]])))
     assert max(len(o.speculation.drafted_at) for o in free) > 4
     assert sum(o.speculation.drafted for o in dear) <= 4
 

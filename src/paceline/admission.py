@@ -13,7 +13,7 @@ from typing import Literal
 from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError, shown
 from .params import SamplingParams
 from .rng import derive_seed, fresh_seed
-from .sampling import CompiledGrammar, GrammarCompiler, History, bad_word_sequences, cloned
+from .sampling import CompiledGrammar, GrammarCompiler, History, Softmax, bad_word_sequences, cloned
 from .sequence import Group, Sequence
 from .text import TextStream
 from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request, Tokenizer
@@ -128,11 +128,11 @@ def admit_proposal(
         fault = f"a tree with parents {answer.parents}; only chains are verified"
     elif any(type(t) is not int or not 0 <= t < vocab_size for t in answer.tokens):
         fault = f"draft tokens {answer.tokens}; token ids are integers from 0 to {vocab_size - 1}"
-    elif answer.kind == "sampled":
+    sampled = answer.kind == "sampled" and sequence.request.verification != "coupled"
+    if fault is None and sampled:  # coupled asks nothing of q
         fault = _q_fault(answer)
     if fault is not None:
         raise DrafterError(f"{who}: {fault}")
-    sampled = answer.kind == "sampled" and sequence.request.verification != "coupled"
     return answer.first(sequence.num_useful(answer.tokens, sampled=sampled))
 
 
@@ -142,6 +142,8 @@ def _q_fault(proposal: Proposal) -> str | None:
         return f"{0 if proposal.q is None else len(proposal.q)} rows of q for {len(proposal)} drafts"
     for i in range(len(proposal)):
         row = Distribution.of(proposal.q[i])
+        if isinstance(row, Softmax):
+            continue  # it is one by construction, and need not be made whole to see that
         ids = row.ids
         size = row.vocab_size if ids is None else ids.size
         if row.probs.shape != (size,) or (ids is not None and not _ascend(ids, row.vocab_size)):

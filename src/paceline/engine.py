@@ -24,7 +24,7 @@ from .params import SamplingParams, integer
 from .rng import KeyedDraws
 from .sampling import CompiledGrammar, GrammarCompiler
 from .schedule import MAX_DRAFTS, Candidate, Controller, FixedLengths, Scheduler, Turn, parts
-from .sequence import Group, Sequence, TargetRows
+from .sequence import Sequence, TargetRows
 from .types import FORCED, Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
 from .verify import verify_block, verify_point, verify_rejection
 
@@ -75,6 +75,7 @@ class Engine:
     ) -> None:
         info = backend.info
         self.backend, self.drafter, self.make_draws = backend, GuardedDrafter(drafter), make_draws
+        self.stages = [GuardedDrafter(stage) for stage in getattr(drafter, "stages", (drafter,))]
         self.max_seqs = integer("max_seqs", info.max_slots if max_seqs is None else max_seqs, 1)
         self.controller = FixedLengths() if controller is None or draft_length is not None else controller
         most = DEFAULT_DRAFT_LENGTH if controller is None else MAX_DRAFTS
@@ -89,6 +90,7 @@ class Engine:
         self.grammars = GrammarCompiler(backend.tokenizer, info.stop_ids)
         self._scheduler: Scheduler[Sequence] = Scheduler(backend, self.max_seqs)
         self._next_id = 0
+        self._emit_seconds = 0.0  # of the last step
 
     @property
     def is_adaptive(self) -> bool:
@@ -181,25 +183,23 @@ class Engine:
             for w in able[part]:
                 self._verify_and_commit(w)
         t3 = perf_counter()
-        decoded = {w.sequence.request.request_id for w in work if w.turn.decode}
-        everybody = [*self.running, *self.waiting]
-        chunks = [self._emit(s) for s in everybody if s.finish_reason or s.request.request_id in decoded]
-        t4 = perf_counter()
-        depth = max((len(w.candidate.proposal or ()) for w in work if w.candidate is not None), default=0)
-        self.controller.observe_step(depth, t2 - t1, t4 - t0 - (t2 - t1) - forward_seconds)
-        booked: set[Group] = set()  # samples of one request share a step: its time is theirs once
-        for w in sorted(work, key=lambda w: not w.turn.decode):
-            if w.sequence.group in booked:
-                continue
-            booked.add(w.sequence.group)
+        # Before they are emitted, for the last chunk takes the books along; emitting is the next step's time.
+        other_seconds = t1 - t0 + self._emit_seconds
+        self.controller.observe_step(t3 - t2 - forward_seconds + other_seconds)
+        # Samples of one request share a step: its time is theirs once.
+        for w in {w.sequence.group: w for w in sorted(work, key=lambda w: w.turn.decode)}.values():
             stats = w.sequence.stats
             if w.turn.decode:
                 stats.draft_seconds += t2 - t1
                 stats.forward_seconds += forward_seconds
                 stats.verify_seconds += t3 - t2 - forward_seconds
-                stats.other_seconds += t1 - t0 + t4 - t3
+                stats.other_seconds += other_seconds
             else:
-                stats.prefill_seconds += t4 - t0
+                stats.prefill_seconds += t3 - t0
+        decoded = {w.sequence.request.request_id for w in work if w.turn.decode}
+        everybody = [*self.running, *self.waiting]
+        chunks = [self._emit(s) for s in everybody if s.finish_reason or s.request.request_id in decoded]
+        self._emit_seconds = perf_counter() - t3
         return chunks
 
     # --- the stages, in the order of the loop -------------------------------------------------------
@@ -240,18 +240,24 @@ class Engine:
         if type(self.controller) is FixedLengths and not any(w.turn.drafts for w in decoding):
             return
         for w in decoding:
-            s, asked = w.sequence, w.sequence.request.params.draft_length
-            name = self.drafter.inner.name.removeprefix(f"{FORCED}+")
-            w.candidate = Candidate(s.request.request_id, w.share, w.turn.drafts, asked is not None, name)
+            fixed = w.sequence.request.params.draft_length is not None
+            w.candidate = Candidate(w.sequence.request.request_id, w.share, w.turn.drafts, fixed)
         candidates = [w.candidate for w in decoding if w.candidate is not None]
-        budgets = self.controller.budgets(candidates, others)
-        self._propose([(w, budget) for w, budget in zip(decoding, budgets, strict=True) if budget])
-        for one, w in zip(candidates, decoding, strict=True):
-            one.proposal = w.proposal
+        for stage in self.stages:
+            name = stage.inner.name.removeprefix(f"{FORCED}+")
+            budgets = self.controller.budgets(name, candidates, others)
+            start = perf_counter()
+            self._propose(stage, [(w, budget) for w, budget in zip(decoding, budgets, strict=True) if budget])
+            for one, w in zip(candidates, decoding, strict=True):
+                if w.proposal is not one.proposal:
+                    one.proposal, one.drafter = w.proposal, name
+            self.controller.observe_drafting(name, candidates, budgets, perf_counter() - start)
         for w, length in zip(decoding, self.controller.lengths(candidates, others), strict=True):
             w.proposal = w.proposal.first(length)
 
-    def _propose(self, work: list[tuple[Work, int]]) -> None:
+    def _propose(self, drafter: GuardedDrafter, work: list[tuple[Work, int]]) -> None:
+        """What one drafter has for them; who gets nothing keeps what another had."""
+        work = [(w, budget) for w, budget in work if w.sequence.finish_reason is None]
         if not work:
             return
         contexts = [
@@ -266,12 +272,12 @@ class Engine:
             )
             for w, _ in work
         ]
-        answers = self.drafter.propose(contexts, [budget for _, budget in work])
+        answers = drafter.propose(contexts, [budget for _, budget in work])
         for (w, budget), answer in zip(work, answers, strict=True):
             try:
-                who = f"drafter {self.drafter.inner.name}, request {w.sequence.request.request_id}"
-                vocab_size = self.backend.info.vocab_size
-                w.proposal = admit_proposal(answer, who, budget, vocab_size, w.sequence)
+                who = f"drafter {drafter.inner.name}, request {w.sequence.request.request_id}"
+                proposal = admit_proposal(answer, who, budget, self.backend.info.vocab_size, w.sequence)
+                w.proposal = proposal if len(proposal) else w.proposal
             except PacelineError as error:
                 w.sequence.finish("error", error=error)
             except Exception as error:

@@ -44,7 +44,8 @@ class LLM:
     model: a name (`paceline models list`), the path of a GGUF file or of a Hugging Face folder, a hub id "owner/name",
     "toy" or "toy:SEED"; or an open Backend, which one LLM at a time may use.
     drafter: "auto" (forced+lookup), "none", "lookup", "model:NAME" where NAME is what `model` may be, "forced" (what a
-    grammar leaves no choice about), "forced+lookup", "forced+model:NAME"; or a Drafter.
+    grammar leaves no choice about), "forced+lookup", "forced+model:NAME", "auto:NAME" (forced+lookup or
+    forced+model:NAME, for each request in each step); or a Drafter.
     draft_length: drafts per step where a request does not say; by default the engine decides in every step, by what a
     forward costs on this machine and how good the drafts have been. measure: whether that cost is measured when the
     model is opened, for two seconds, once for a model and machine; without it draft_length is 4.

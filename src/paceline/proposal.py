@@ -69,6 +69,11 @@ class Proposal:
         return len(self.tokens)
 
     @property
+    def num_guessed(self) -> int:
+        """Drafts that are not known to be forced."""
+        return len(self.tokens) - sum(size for source, size in self.sources if source == FORCED)
+
+    @property
     def is_chain(self) -> bool:
         """True when node i's parent is node i - 1 throughout; the empty proposal is a chain."""
         return self.parents == tuple(range(-1, len(self.parents) - 1))

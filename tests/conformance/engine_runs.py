@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import LookupDrafter, ModelDrafter, NoDrafter
+from paceline.draft import EitherDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.errors import NoLegalToken, PacelineError
 from paceline.params import SamplingParams
@@ -75,7 +75,11 @@ class Scene:
         def make_draws(seed: int, step_start: int) -> Draws:
             return branches(seed, step_start) if seed in (SUBJECT, OTHER) else KeyedDraws(seed, step_start)
 
-        return Engine(target, EveryDraftOfCoupled(self.drafter(self, target), branches), make_draws=make_draws)
+        drafter = self.drafter(self, target)
+        if isinstance(drafter, EitherDrafter):  # the engine takes it apart, so its parts are wrapped
+            cheap, dear = (EveryDraftOfCoupled(stage, branches) for stage in drafter.stages)
+            return Engine(target, EitherDrafter(cheap, dear, drafter.name), make_draws=make_draws)
+        return Engine(target, EveryDraftOfCoupled(drafter, branches), make_draws=make_draws)
 
     def plain(self, ask: Ask) -> Law:
         """The law of one request's outcome under plain sampling."""

@@ -9,9 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
+from paceline.backend.toy import ToyBackend
+from paceline.draft import EitherDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.schedule import Candidate, Controller, CostTable
@@ -19,11 +22,29 @@ from paceline.schedule.cost import Share
 from tests.verify.tables import PAIRS, Tables
 
 from .engine_oracle import assert_same_law
-from .engine_runs import SUBJECT, Ask, Scene, law, logits_of
+from .engine_runs import SUBJECT, Ask, Scene, law, logits_of, lookup, sampling
 from .enumerator import Branches
 from .test_engine_exact import MATES, WAYS, constant
 
+
+def either(scene: Scene, target: ToyBackend) -> EitherDrafter:
+    """Lookup, or drafts that are drawn: which of the two hangs on the text and on what was kept before."""
+    return EitherDrafter(lookup(scene, target), sampling(scene, target), "auto:test")
+
+
+EITHER = {f"either, {rule}": (rule, either) for rule in ("rejection", "block", "coupled")}
 LENGTHS: set[int] = set()
+ASKED: set[str] = set()
+
+
+class Dear(dict[str, float]):
+    """What drafting costs: half a second, but lookup nothing that anybody knows of."""
+
+    def __contains__(self, drafter: object) -> bool:
+        return drafter != "lookup"
+
+    def __missing__(self, drafter: str) -> float:
+        return 0.5
 
 
 class Still(Controller):
@@ -31,17 +52,21 @@ class Still(Controller):
 
     def __init__(self, steep: float) -> None:
         super().__init__(CostTable([1, 2, 3, 4], [0], [[10.0, 10.0 + steep, 10.0 + 2 * steep, 10.0 + 4 * steep]]))
-        self._per_depth = 0.5
+        self._per_step = self._per_depth = Dear()
 
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         pass
 
-    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
+    def observe_drafting(self, drafter: str, *_: Any) -> None:
         pass
 
-    def budgets(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
-        budgets = super().budgets(candidates, others)
+    def observe_step(self, rest: float) -> None:
+        pass
+
+    def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+        budgets = super().budgets(drafter, candidates, others)
         LENGTHS.update(budgets)
+        ASKED.update(drafter for budget in budgets if budget)
         return budgets
 
 
@@ -60,11 +85,11 @@ class AdaptiveScene(Scene):
 
 @pytest.mark.parametrize("steep", [1.0, 2.5, 4.0])
 @pytest.mark.parametrize("pair", ["random", "zeros in both", "mixed"])
-@pytest.mark.parametrize("way", ["rejection", "block", "coupled", "point", "model, block", "unsure, block", "lookup"])
+@pytest.mark.parametrize("way", [*list(WAYS)[:4], "model, block", "unsure, block", "lookup", *EITHER])
 def test_lengths_that_follow_the_acceptance(way: str, pair: str, steep: float) -> None:
     LENGTHS.clear()
     tables = Tables(pair, 2, seed=3)
-    verification, drafter = WAYS[way]
+    verification, drafter = {**WAYS, **EITHER}[way]
     ask = Ask((0, 1, 0), SamplingParams(seed=SUBJECT, verification=verification, max_tokens=4))
     mate = dataclasses.replace(MATES[0], params=SamplingParams(seed=71, verification="coupled", max_tokens=3))
     s = AdaptiveScene(logits=logits_of(tables.p), q=tables.q, drafter=drafter, asks=(mate, ask), steep=steep)
@@ -84,6 +109,18 @@ def test_the_lengths_do_follow() -> None:
     law(s)
     assert len(LENGTHS) >= 3, LENGTHS
     assert len(PAIRS) > 3
+
+
+def test_both_of_two_drafters_are_asked() -> None:
+    """Otherwise enumerating them above would show nothing."""
+    ASKED.clear()
+    ask = Ask((0, 1, 0), SamplingParams(seed=SUBJECT, verification="block", max_tokens=6))
+    law(
+        AdaptiveScene(
+            logits=logits_of(constant(0.5, 0.5)), q=constant(0.7, 0.3), drafter=either, asks=(ask,), steep=1.0
+        )
+    )
+    assert {"lookup", "test-table"} == ASKED
 
 
 class Peeking(Still):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from paceline.draft import LookupDrafter
-from paceline.draft.lookup import _History
+from paceline.draft.lookup import LONGEST, _History
 from paceline.errors import InvalidParams, InvariantError
 from paceline.params import SamplingParams
 from paceline.types import Drafter
@@ -94,6 +94,38 @@ TestLookupMachine = LookupMachine.TestCase
 def test_default_sizes_equal_the_scan(tokens: list[int], budget: int, start: tuple[int, ...]) -> None:
     assert fresh(tokens, budget) == scan(tokens, budget, 3, 2)
     assert fresh(tokens, budget, start) == scan(tokens, budget, 3, 2, start)
+
+
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=60),
+    st.integers(1, 20),
+    st.lists(st.integers(0, 1), max_size=5).map(tuple),
+    st.integers(1, 15),
+)
+def test_sources_say_how_many_tokens_match(tokens: list[int], budget: int, start: tuple[int, ...], size: int) -> None:
+    """In front of every draft, the drafts before it included; they are what its chance hangs on."""
+    drafter = LookupDrafter(max_ngram=size, min_ngram=1)
+    drafter.observe(0, tokens)
+    proposal = proposed(drafter.propose([context_of(tokens, 0, start=start)], [budget])[0])
+    assert sum(count for _, count in proposal.sources) == len(proposal)
+    names = [name for name, count in proposal.sources for _ in range(count)]
+    settled = len(start[:budget])
+    assert names[:settled] == ["forced"] * settled
+    text = [*tokens, *proposal.tokens]
+    for i in range(len(tokens) + settled, len(text)):
+        said = int(names[i - len(tokens)].removeprefix("lookup:"))
+        places = range(1, i)
+        assert said <= LONGEST
+        # Some earlier place matches that far back, and is followed by this very token.
+        assert any(p >= said and text[p - said : p] == text[i - said : i] and text[p] == text[i] for p in places)
+    if len(proposal) > settled:
+        first = int(names[settled].removeprefix("lookup:"))
+        end = len(tokens) + settled
+        longest = max(m for p in range(1, len(tokens)) for m in range(p + 1) if text[p - m : p] == text[end - m : end])
+        assert first == min(longest, LONGEST) or size < min(longest, LONGEST), (
+            "the nearest of equal n-grams may match less"
+        )
+        assert first >= min(longest, size, LONGEST)
 
 
 def test_is_a_drafter() -> None:
@@ -258,7 +290,7 @@ def test_a_step_costs_the_same_at_any_length(length: int, repeats: bool, num_set
     proposal = proposed(drafter.propose([context], [4])[0])
     drafter.observe(0, [1, 2, 3, 4, 5])
     assert len(proposal) == (4 if repeats or num_settled else 0)
-    assert CountingList.read <= 2 + (2 + 3) + 4 + 5 * (2 + 3)
+    assert CountingList.read <= 2 + (2 + 3) + 4 + 5 * (2 + 3) + 2 * LONGEST
     assert CountingDict.asked <= 2 + 5 * 2
 
 

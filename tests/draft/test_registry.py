@@ -22,7 +22,7 @@ from paceline.types import Drafter
 
 from .fakes import FakeTokenizer, context_of, proposed
 
-ALLOWED = "allowed: auto, none, lookup, model:NAME, forced, forced+lookup, forced+model:NAME"
+ALLOWED = "allowed: auto, auto:NAME, none, lookup, model:NAME, forced, forced+lookup, forced+model:NAME"
 
 
 @pytest.mark.parametrize(

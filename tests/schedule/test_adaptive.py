@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.schedule.adaptive import PRIOR_MEAN, Acceptance, Ask, allocate
-from paceline.schedule.controller import MAX_DRAFTS, Candidate, Controller
+from paceline.schedule.controller import MAX_DRAFTS, Candidate, Controller, FixedLengths
 from paceline.schedule.cost import CostTable
 from paceline.types import Proposal
 
@@ -135,7 +135,7 @@ def test_under_load_drafting_goes_to_zero_and_comes_back() -> None:
 
 
 def candidate(request_id: int, proposal: Proposal | None = None, *, most: int = 8, fixed: bool = False) -> Candidate:
-    return Candidate(request_id, (1, 0), most, fixed, "lookup", proposal)
+    return Candidate(request_id, (1, 0), most, fixed, proposal, "lookup")
 
 
 def test_good_guesses_are_verified_and_bad_ones_are_not() -> None:
@@ -180,9 +180,9 @@ def test_sampled_drafts_are_settled_before_they_are_drawn() -> None:
     q = np.full((5, 10), 0.1)
     for step in range(30):
         one = candidate(0, most=5)
-        (budget,) = controller.budgets([one], [])
-        controller.observe_step(budget, 2.0 * budget, 0.0)
+        (budget,) = controller.budgets("lookup", [one], [])
         one.proposal = Proposal.sampled([1] * budget, q[:budget]) if budget else Proposal.point([])
+        controller.observe_drafting("lookup", [one], [budget], 2.0 * budget)
         assert controller.lengths([one], []) == [budget]
         controller.observe(one, step, [2], 0, budget)
     assert budget == 0
@@ -195,10 +195,11 @@ def test_a_drafter_that_costs_time_is_probed_now_and_then() -> None:
     for step in range(400):
         good = step > 200
         one = candidate(0, most=4)
-        (budget,) = controller.budgets([one], [])
-        controller.observe_step(budget, 2.0 * budget, 0.1)
+        (budget,) = controller.budgets("lookup", [one], [])
         asked.append(budget)
+        controller.observe_forward([(1 + budget, 0)], 10.0)
         one.proposal = Proposal.sampled([1] * budget, np.full((budget, 10), 0.1)) if budget else Proposal.point([])
+        controller.observe_drafting("lookup", [one], [budget], 2.0 * budget)
         controller.observe(one, step, [2], budget if good else 0, budget)
     quiet = asked[50:200]
     assert 0 < sum(quiet) <= 6
@@ -209,9 +210,10 @@ def test_whoever_says_how_many_gets_them() -> None:
     controller = Controller(STEEP)
     fixed, free = candidate(0, Proposal.point([1, 2, 3]), fixed=True), candidate(1, Proposal.point([1, 2, 3]))
     assert controller.lengths([fixed, free], []) == [3, 0]
-    assert controller.budgets([fixed, free], []) == [8, 8]
-    controller.observe_step(4, 40.0, 0.0)  # a drafter that costs time
-    assert controller.budgets([candidate(0, most=3, fixed=True), candidate(1)], []) == [3, 0]
+    unknown = candidate(0, fixed=True), candidate(1)
+    assert controller.budgets("lookup", unknown, []) == [8, 4], "what drafts cost is not known yet"
+    controller.observe_drafting("lookup", [free], [3], 30.0)  # a drafter that costs time
+    assert controller.budgets("lookup", [candidate(0, most=3, fixed=True), candidate(1)], []) == [3, 0]
     assert MAX_DRAFTS >= 8
 
 
@@ -229,10 +231,13 @@ def test_sources_are_kept_apart() -> None:
 def test_the_first_step_of_all_is_soon_forgotten() -> None:
     """It compiles and warms up; a second of that must not make lookup look dear."""
     controller = Controller(FLAT)
-    controller.observe_step(4, 9000.0, 9000.0)
+    one = candidate(0, Proposal.point([1, 2, 3, 4]))
+    controller.observe_drafting("lookup", [one], [4], 9000.0)
+    controller.observe_step(9000.0)
     for _ in range(25):
-        controller.observe_step(4, 0.04, 0.5)
-    assert controller._per_depth < 2.0
+        controller.observe_drafting("lookup", [one], [4], 0.04)
+        controller.observe_step(0.5)
+    assert controller._per_depth["lookup"] < 2.0
     assert controller._rest < 2.0
 
 
@@ -241,9 +246,9 @@ def test_a_dear_drafter_is_judged_by_what_its_drafts_were() -> None:
     controller = Controller(STEEP)
     for step in range(30):
         one = candidate(0)
-        (budget,) = controller.budgets([one], [])
-        controller.observe_step(max(budget, 1), 5.0 * max(budget, 1), 0.0)
+        (budget,) = controller.budgets("lookup", [one], [])
         one.proposal = Proposal.point([1] * budget, sources=(("forced", 0), ("lookup:2", budget)))
+        controller.observe_drafting("lookup", [one], [budget], 5.0 * budget)
         controller.observe(one, step, [2], 0, budget)
     assert budget == 0
 
@@ -268,3 +273,109 @@ def test_drafts_that_were_cut_before_are_not_paid_for() -> None:
         controller.observe(candidate(0, whole), 100 * step, list(range(1, 17)), 16, 16)
     # Two more tokens are cheap. One draft is left of the good ones: the other request gets the second token.
     assert controller.lengths([candidate(0, whole.first(1)), candidate(1, Proposal.point([1]))], []) == [1, 1]
+
+
+DEAR_TABLE = CostTable([1, 2, 4, 8, 17], [0], [[10.0, 10.5, 11.0, 12.0, 14.0]])
+
+
+def sampled(n: int) -> Proposal:
+    return Proposal.sampled([1] * n, np.full((n, 10), 0.1))
+
+
+def learned(controller: Controller, *, lookup: bool, model: bool) -> None:
+    """Lookup costs nothing and the model one a draft; each is right or wrong throughout."""
+    for step in range(40):
+        guess = candidate(9, Proposal.point([1, 2, 3, 4]))
+        controller.observe_drafting("lookup", [guess], [4], 1e-3)
+        controller.observe(guess, 100 * step, [1, 2, 3, 4] if lookup else [7], 0, 0)
+        drawn = Candidate(9, (1, 0), 8, False, sampled(4), "model")
+        controller.observe_drafting("model", [drawn], [4], 4.0)
+        controller.observe(drawn, 100 * step + 50, [7], 4 if model else 0, 4)
+    controller.forget(9)
+
+
+@pytest.mark.parametrize(
+    "lookup, model, found, asked", [
+        (True, True, True, False),  # free drafts as good as dear ones
+        (False, True, True, True),
+        (False, True, False, True),
+        (True, False, True, False),
+        (False, False, False, False),
+    ],
+)  # fmt: skip
+def test_the_better_of_two_drafters_is_asked(lookup: bool, model: bool, found: bool, asked: bool) -> None:
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=lookup, model=model)
+    one = candidate(0)
+    assert controller.budgets("lookup", [one], []) == [8], "who costs nothing is always asked"
+    one.proposal = Proposal.point([5] * 8 if found else [])
+    (budget,) = controller.budgets("model", [one], [])
+    assert (budget > 0) == asked
+
+
+def test_each_request_has_the_better_drafter_for_itself() -> None:
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=True, model=True)
+    one, other = candidate(0, Proposal.point([5] * 8)), candidate(1, Proposal.point([]))
+    assert controller.budgets("model", [one, other], []) == [0, 0], "both would wait for what one of them gains"
+    controller._per_depth["model"] = 0.1
+    budgets = controller.budgets("model", [one, other], [])
+    assert budgets[0] == 0
+    assert budgets[1] > 0
+    other.proposal, other.drafter = sampled(budgets[1]), "model"
+    assert controller.lengths([one, other], []) == [8, budgets[1]]
+
+
+def test_without_a_controller_the_first_that_has_any_drafts() -> None:
+    fixed = FixedLengths()
+    forced = Proposal.point([4], sources=(("forced", 1),))
+    three = [candidate(0, Proposal.point([5])), candidate(1, Proposal.point([])), candidate(2, forced)]
+    assert fixed.budgets("model", three, []) == [0, 8, 8]
+
+
+def test_who_says_how_many_gets_them_from_one_drafter() -> None:
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=True, model=False)
+    three = [candidate(0, Proposal.point([5] * 8), fixed=True), candidate(1, Proposal.point([]), fixed=True)]
+    assert controller.budgets("model", three, []) == [0, 8]
+
+
+def test_what_reading_costs_is_not_taken_for_drafting() -> None:
+    """A draft model reads the whole prompt before its first draft, and whatever passed while it was not asked."""
+    controller = Controller(DEAR_TABLE)
+    for cached, seconds in ((500, 100.0), (505, 4.0), (510, 4.0), (600, 50.0)):
+        one = Candidate(0, (1, cached), 8, False, sampled(4), "model")
+        controller.observe_drafting("model", [one], [4], seconds)
+    assert controller._per_depth["model"] == 1.0
+
+
+def test_a_probe_does_not_take_the_place_of_good_drafts() -> None:
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=True, model=False)
+    one = candidate(0, Proposal.point([5] * 8))
+    assert not any(controller.budgets("model", [one], []) == [1] for _ in range(100))
+    bare = candidate(1, Proposal.point([]))
+    asked = []
+    for _ in range(320):
+        controller.observe_forward([(1, 0)], 10.0)
+        asked += controller.budgets("model", [bare], [])
+    assert 8 < sum(asked) <= 10, "and not more often than every 32 steps"
+
+
+def test_probes_take_a_small_share_of_the_time() -> None:
+    """transformers#36337: a draft model reads what it was not asked about before it can draft, and that is dear too."""
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=False, model=False)
+    spent = 0.0
+    for step in range(2000):
+        controller.observe_forward([(1, 0)], 10.0)
+        one = Candidate(1, (1, 50 + step), 8, False, Proposal.point([]))
+        (budget,) = controller.budgets("model", [one], [])
+        if budget:
+            assert budget == 1
+            one.proposal, one.drafter = sampled(1), "model"
+            seconds = 1.0 + 2.0 * controller._unread("model", one)
+            controller.observe_drafting("model", [one], [1], seconds)
+            controller.observe(one, 51 + step, [7], 0, 1)
+            spent += seconds
+    assert 0.005 < spent / (2000 * 10.0) < 0.03

@@ -125,7 +125,8 @@ class ModelOptions(BackendOptions):
             metavar="D",
             help="lookup copies what followed the same words before; model:M is a second model with the same "
             "vocabulary; forced proposes what a grammar leaves no choice about; forced+lookup and forced+model:M do "
-            "both. none drafts nothing; auto is forced+lookup.",
+            "both. none drafts nothing; auto is forced+lookup; auto:M is that or forced+model:M, in each step "
+            "whichever promises more.",
             rich_help_panel=SPECULATION,
         ),
     ] = "auto"

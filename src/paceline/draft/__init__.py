@@ -1,5 +1,6 @@
 """Drafters: whatever guesses the next tokens."""
 
+from .either import EitherDrafter
 from .forced import ForcedDrafter
 from .guarded import GuardedDrafter
 from .lookup import LookupDrafter
@@ -11,6 +12,7 @@ from .vocabulary import check_same_vocabulary
 __all__ = [
     "DEFAULT_DRAFT_LENGTH",
     "DrafterSpec",
+    "EitherDrafter",
     "ForcedDrafter",
     "GuardedDrafter",
     "LookupDrafter",

@@ -18,6 +18,9 @@ from ..types import FORCED, DraftContext, Proposal
 
 __all__ = ["LookupDrafter"]
 
+LONGEST = 12
+"""Matches of this many tokens and of more are right about equally often."""
+
 
 class LookupDrafter:
     """Copies what followed the most recent earlier occurrence of the longest matching suffix.
@@ -29,6 +32,9 @@ class LookupDrafter:
     Each request has a hash index from n-gram to the place behind its last occurrence. A committed token
     costs O(max_ngram) and a proposal O(max_ngram + budget), whatever the length of the context; memory is
     O(max_ngram) per token. Keys are the tokens themselves, so two n-grams are never confused.
+
+    How often a draft is right depends on how many tokens match in front of it, drafts before it included, more than on
+    anything else: "lookup:N" is the source of a draft behind N of them (LONGEST: or more).
     """
 
     name = "lookup"
@@ -54,7 +60,7 @@ class LookupDrafter:
                 )
             start = context.start[:budget]
             size, behind = history.continuation(start, budget - len(start)) if history else (0, [])
-            sources = ((FORCED, len(start)), (f"{self.name}:{size}", len(behind)))
+            sources = ((FORCED, len(start)), *_sources(size, len(behind)))
             proposals.append(Proposal.point((*start, *behind), sources=sources))
         return proposals
 
@@ -73,6 +79,17 @@ class LookupDrafter:
     def close(self) -> None:
         """Forget all requests."""
         self._histories.clear()
+
+
+_SOURCES = tuple((f"{LookupDrafter.name}:{size}", 1) for size in range(LONGEST))
+
+
+def _sources(size: int, count: int) -> tuple[tuple[str, int], ...]:
+    """Of `count` drafts, the first of them behind a match of `size` tokens."""
+    rest = size + count - LONGEST
+    if rest <= 0:
+        return _SOURCES[size : size + count]
+    return (*_SOURCES[size:], (f"{LookupDrafter.name}:{LONGEST}", min(rest, count)))
 
 
 class _History:
@@ -94,8 +111,9 @@ class _History:
         self.tokens.append(token)
 
     def continuation(self, start: tuple[int, ...], count: int) -> tuple[int, list[int]]:
-        """Length of the longest known suffix of the text with `start` behind it, and `count` tokens that followed it.
+        """`count` tokens that followed where the text, with `start` behind it, matches, and how many match there.
 
+        The longest suffix up to max_ngram is looked up; that it matches farther back is counted up to LONGEST.
         A copy that reaches the end goes on into `start` and then into itself: the text had then repeated with
         period end - place, and the guess is that it goes on doing so.
         """
@@ -107,5 +125,15 @@ class _History:
                 drafts = [*self.tokens[place : place + count], *start][:count]
                 while len(drafts) < count:
                     drafts.append(drafts[place - end])
-                return size, drafts
+                return self._matching(place, start, size), drafts
         return 0, []
+
+    def _matching(self, place: int, start: tuple[int, ...], size: int) -> int:
+        """How many tokens in front of `place` are as those at the end, of which `size` are known to be."""
+        tokens, split = self.tokens, len(self.tokens)
+        while size < min(LONGEST, place):
+            i = split + len(start) - 1 - size
+            if tokens[place - 1 - size] != (tokens[i] if i < split else start[i - split]):
+                break
+            size += 1
+        return size

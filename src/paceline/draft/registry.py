@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import InvalidParams
 from ..types import FORCED, Backend, Drafter
+from .either import EitherDrafter
 from .forced import ForcedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
@@ -26,22 +27,25 @@ OTHER_NAMES = {
     "forced": ("grammar", "jump", "jump_forward"),
     "none": ("off", "no", "false", "disabled"),
 }
-NAMES = ("auto", "none", "lookup", "model:NAME", "forced", "forced+lookup", "forced+model:NAME")
+NAMES = ("auto", "auto:NAME", "none", "lookup", "model:NAME", "forced", "forced+lookup", "forced+model:NAME")
 
 
 class DrafterSpec(NamedTuple):
     """A drafter's name, taken apart.
 
-    argument: the model's name for "model", else "". forced: whether what a grammar forces is drafted first.
+    kind: "either" is lookup or the model, whichever promises more. argument: the model's name, where there is one.
+    forced: whether what a grammar forces is drafted first.
     """
 
-    kind: Literal["none", "lookup", "model"]
+    kind: Literal["none", "lookup", "model", "either"]
     argument: str = ""
     forced: bool = False
 
 
 def parse_drafter(spec: str) -> DrafterSpec:
-    """Take one of NAMES apart; "auto" means forced+lookup. Loads nothing.
+    """Take one of NAMES apart. Loads nothing.
+
+    "auto" means forced+lookup, "auto:NAME" that or forced+model:NAME, for each request in each step.
 
     Raises InvalidParams that repeats `spec`, lists what exists and names the closest of it.
     """
@@ -54,11 +58,11 @@ def parse_drafter(spec: str) -> DrafterSpec:
     inner = name.removeprefix(f"{FORCED}+")
     forced = inner != name
     kind, colon, argument = inner.partition(":")
-    if kind == "model":
+    if kind == "model" or (colon and spec.startswith("auto:")):
         if not argument:
             example = spec.partition(":")[0]
             raise InvalidParams(f"drafter = {spec!r} names no model; write {example}:NAME, as in {example}:smollm2")
-        return DrafterSpec("model", argument, forced)
+        return DrafterSpec("model", argument, forced) if kind == "model" else DrafterSpec("either", argument, True)
     if kind == "lookup" and not colon:
         return DrafterSpec("lookup", forced=forced)
     if kind == "none" and not colon and not forced:
@@ -89,6 +93,9 @@ def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backe
     Raises what parse_drafter, open_backend and ModelDrafter raise; a backend that was opened is closed again.
     """
     kind, model, forced = parse_drafter(spec)
+    if kind == "either":
+        dear = ForcedDrafter(_open("model", model, target, open_backend))
+        return EitherDrafter(ForcedDrafter(LookupDrafter()), dear, spec)
     inner = _open(kind, model, target, open_backend)
     return ForcedDrafter(inner) if forced else inner
 

@@ -39,11 +39,12 @@ class Watching(FixedLengths):
     def __init__(self, inner: FixedLengths, batch: int, asked: int | None) -> None:
         self.inner, self.batch, self.asked, self.log = inner, batch, asked, Log()
         self._forward = 0.0  # seconds, of the step that is being made
+        self._drafting, self._depth = 0.0, 0  # seconds, and drafts behind one another, in it
         self._tokens: list[int] = []  # emitted in it, by each request that decoded
 
-    def budgets(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+    def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """As the inner one says."""
-        return self.inner.budgets(candidates, others)
+        return self.inner.budgets(drafter, candidates, others)
 
     def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """As the inner one says."""
@@ -61,14 +62,23 @@ class Watching(FixedLengths):
         self._tokens.append(len(taken))
         self.inner.observe(candidate, position, taken, accepted, verified)
 
-    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
+    def observe_drafting(
+        self, drafter: str, candidates: Sequence[Candidate], budgets: Sequence[int], seconds: float
+    ) -> None:
+        """Part of a step."""
+        self._drafting += seconds
+        self._depth = max((len(candidate.proposal or ()) for candidate in candidates), default=0)
+        self.inner.observe_drafting(drafter, candidates, budgets, seconds)
+
+    def observe_step(self, rest: float) -> None:
         """The step is over."""
         if len(self._tokens) == self.batch:  # then nobody is left who could read a prompt
             tokens = sum(self._tokens)
-            self.log.timed.append(Timed(self.batch, self.asked, depth, tokens, self._forward, drafting, rest))
+            spent = self._forward, self._drafting, rest
+            self.log.timed.append(Timed(self.batch, self.asked, self._depth, tokens, *spent))
         self.log.steps += bool(self._tokens)
-        self._forward, self._tokens = 0.0, []
-        self.inner.observe_step(depth, drafting, rest)
+        self._forward, self._drafting, self._depth, self._tokens = 0.0, 0.0, 0, []
+        self.inner.observe_step(rest)
 
     def forget(self, request_id: int) -> None:
         """Pass it on."""

@@ -22,6 +22,7 @@ from .logprobs import processed_logprobs, raw_logprobs
 from .masks import bad_word_sequences
 from .processors import cloned, run_processors
 from .reference import reference_distribution
+from .softmax import Softmax
 from .spelling import spelled
 from .warm import warm_up
 
@@ -30,6 +31,7 @@ __all__ = [
     "Grammar",
     "GrammarCompiler",
     "History",
+    "Softmax",
     "TokenCounts",
     "bad_word_sequences",
     "cloned",

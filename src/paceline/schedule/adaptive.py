@@ -93,6 +93,11 @@ class Plan:
     plain_tokens: float
     plain_seconds: float
 
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
 
 def allocate(
     asks: Sequence[Ask],

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import mul
 
 from ..types import Proposal
-from .adaptive import REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
+from .adaptive import MARGIN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
 __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
@@ -17,7 +17,10 @@ MAX_DRAFTS = 16
 """Most drafts of one request in one step."""
 CHEAP = 0.02  # share of a forward up to which drafting is as good as free
 RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
-PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time
+FIRST = 4  # drafts of a drafter whose cost nobody knows yet
+PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time,
+PROBE_SHARE = 0.02  # as long as that is all that such attempts take of the forwards' time
+HORIZON = 64  # steps that are to pay for what a drafter must read before its first draft
 WATCHED = 4  # proposals of one request whose tokens are compared with the text
 
 
@@ -26,15 +29,21 @@ class Candidate:
     """A decoding request in a step.
 
     share: (1, tokens cached). most: drafts it may have. fixed: whether the request says itself how many; it is then
-    given them. name: the source of its drafts where the proposal does not say. proposal: what was drafted, once it was.
+    given them. proposal: what was drafted, once it was. drafter: who drafted it, and the source of its drafts where the
+    proposal does not say.
     """
 
     request_id: int
     share: Share
     most: int
     fixed: bool
-    name: str
     proposal: Proposal | None = None
+    drafter: str = ""
+
+    @property
+    def has_guesses(self) -> bool:
+        """Whether anything was drafted that is not forced."""
+        return self.proposal is not None and self.proposal.num_guessed > 0
 
 
 @dataclass(slots=True)
@@ -52,16 +61,18 @@ class _Standing:
 
     estimates: dict[str, Acceptance] = field(default_factory=dict)
     watched: list[_Watched] = field(default_factory=list)
-    source: str | None = None  # of the last drafts but forced ones: what to expect of the next
-    idle: int = 0  # steps without drafts
+    # By drafter:
+    source: dict[str, str] = field(default_factory=dict)  # of its last drafts but forced ones: what to expect of more
+    idle: dict[str, int] = field(default_factory=dict)  # steps in which it was not asked
+    read: dict[str, int] = field(default_factory=dict)  # tokens that were cached when it was
 
 
 class FixedLengths:
     """Everybody gets what they may have: the controller of engines that leave nothing to one."""
 
-    def budgets(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
-        """As many as each may have."""
-        return [candidate.most for candidate in candidates]
+    def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+        """As many as each may have, of the first drafter that has any."""
+        return [0 if candidate.has_guesses else candidate.most for candidate in candidates]
 
     def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """All that were drafted."""
@@ -70,7 +81,12 @@ class FixedLengths:
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         """Nothing to learn."""
 
-    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
+    def observe_drafting(
+        self, drafter: str, candidates: Sequence[Candidate], budgets: Sequence[int], seconds: float
+    ) -> None:
+        """Nothing to learn."""
+
+    def observe_step(self, rest: float) -> None:
         """Nothing to learn."""
 
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
@@ -95,53 +111,98 @@ class Controller(FixedLengths):
         self.listener: Callable[[str], None] | None = None
         self._told = False  # of this step
         self._rest = 0.0  # seconds of a step beside forward and drafting
-        self._per_depth = 0.0  # seconds of drafting, for each of the drafts behind one another
+        # By drafter: seconds of drafting in one step, for each of the drafts behind one another, and for each token
+        # that was committed while it was not asked and that it reads first; and seconds spent on probes.
+        self._per_step: dict[str, float] = {}
+        self._per_depth: dict[str, float] = {}
+        self._per_read: dict[str, float] = {}
+        self._probing: dict[str, float] = {}
+        self._forwards = 0.0  # seconds of all forwards
         self._pool: dict[str, Acceptance] = {}
         self._standings: dict[int, _Standing] = {}
 
-    def budgets(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
-        """How many drafts to ask for, before they are drawn. others: what else is in the forward."""
+    def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
+        """How many drafts to ask `drafter` for, before they are drawn. others: what else is in the forward.
+
+        A drafter that costs time is asked for whom it promises more than what others have drafted so far.
+        """
         most = max((candidate.most for candidate in candidates), default=0)
-        if not most or self._per_depth * most < CHEAP * self.costs.seconds(1, candidates[0].share[1]):
-            return [candidate.most for candidate in candidates]
-        drafts = self._allocated(candidates, others, [self._expected(candidate) for candidate in candidates])
+        free = super().budgets(drafter, candidates, others)
+        if not most or drafter not in self._per_step:
+            return [n if c.fixed else min(n, FIRST) for c, n in zip(candidates, free, strict=True)]
+        if self._per_step[drafter] < CHEAP * self.costs.seconds(len(candidates), candidates[0].share[1]):
+            return free
+        hoped = [self._hoped(drafter, candidate) for candidate in candidates]
+        have = [h if c.fixed and n else self._drafted(c) for c, n, h in zip(candidates, free, hoped, strict=True)]
+        better = [sum(then.chances) > sum(now.chances) for now, then in zip(have, hoped, strict=True)]
+        asks = [then if one else now for now, then, one in zip(have, hoped, better, strict=True)]
+        without, plan = self._allocate(have, others), self._allocate(asks, others)
+        pays = plan.rate > MARGIN * without.rate
+        drafts = [n if pays and one else 0 for n, one in zip(plan.drafts, better, strict=True)]
         for i, candidate in enumerate(candidates):
-            standing = self._standing(candidate.request_id)
-            standing.idle = 0 if drafts[i] else standing.idle + 1
-            if standing.idle >= PROBE_AFTER and candidate.most:
-                standing.idle, drafts[i] = 0, 1
+            if candidate.fixed:
+                drafts[i] = free[i]
+            elif self._is_due(drafter, candidate, drafts[i] or without.drafts[i]):
+                drafts[i] = 1
+        if pays:
+            self._tell(
+                candidates,
+                asks,
+                plan,
+                [drafter if one else _names(c) for c, one in zip(candidates, better, strict=True)],
+            )
         return drafts
 
     def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """How many of the drafts to verify, now that they are there. What was sampled is verified whole."""
         if self.listener is None and not any(c.proposal is not None and len(c.proposal) for c in candidates):
             return [0] * len(candidates)
-        lengths = self._allocated(candidates, others, [self._drafted(candidate) for candidate in candidates])
+        asks = [self._drafted(candidate) for candidate in candidates]
+        plan = self._allocate(asks, others)
+        self._tell(candidates, asks, plan, [_names(candidate) for candidate in candidates])
         self._told = False
         # Whatever a drafter says of its sources: what was sampled, or asked for by number, is never cut.
-        return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, lengths, strict=True)]
+        return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, plan.drafts, strict=True)]
 
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of the target took `seconds`."""
         self.costs.observe(shares, seconds)
+        self._forwards += seconds
 
-    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
-        """A step took `drafting` seconds for `depth` drafts behind one another, and `rest` for all but the forward."""
-        if depth:
-            self._per_depth = _learned(self._per_depth, drafting / depth)
+    def observe_drafting(
+        self, drafter: str, candidates: Sequence[Candidate], budgets: Sequence[int], seconds: float
+    ) -> None:
+        """`drafter` took `seconds` for the proposals that these candidates now have.
+
+        Where it first had to read what was committed since it was last asked, that says nothing of its drafts.
+        """
+        asked = [candidate for candidate, budget in zip(candidates, budgets, strict=True) if budget]
+        depth = max((len(candidate.proposal or ()) for candidate in asked), default=0)
+        unread = sum(self._unread(drafter, candidate) for candidate in asked)
+        for candidate in asked:
+            self._standing(candidate.request_id).read[drafter] = candidate.share[1]
+        if depth and unread <= len(asked) * (MAX_DRAFTS + 1):
+            self._per_step[drafter] = _learned(self._per_step.get(drafter, 0.0), seconds)
+            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
+        elif depth:
+            reading = max(seconds - self._per_depth.get(drafter, 0.0) * depth, 0.0)
+            self._per_read[drafter] = _learned(self._per_read.get(drafter, 0.0), reading / unread)
+
+    def observe_step(self, rest: float) -> None:
+        """All of a step but forward and drafting took `rest` seconds."""
         self._rest = _learned(self._rest, rest)
 
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
         standing, proposal = self._standing(candidate.request_id), candidate.proposal
         if proposal is not None and len(proposal):
-            standing.source = _place(_sources(proposal, candidate.name), len(proposal) - 1)[0]
+            standing.source[candidate.drafter] = _place(_sources(candidate), len(proposal) - 1)[0]
         if proposal is not None and proposal.kind == "sampled":
             for i in range(min(accepted + 1, verified)):
-                source, place = _place(_sources(proposal, candidate.name), i)
+                source, place = _place(_sources(candidate), i)
                 self._estimate(standing, source).observe(place, i < accepted)
         elif proposal is not None and len(proposal):
-            standing.watched.append(_Watched(position, proposal.tokens, _sources(proposal, candidate.name)))
+            standing.watched.append(_Watched(position, proposal.tokens, _sources(candidate)))
             del standing.watched[:-WATCHED]
         standing.watched = [w for w in standing.watched if self._compare(standing, w, position, taken)]
 
@@ -178,44 +239,57 @@ class Controller(FixedLengths):
         single = [self._estimate(standing, source).at(i) for source, size in sources for i in range(size)]
         return list(accumulate(single[: candidate.most], mul))
 
-    def _expected(self, candidate: Candidate) -> Ask:
+    def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
-        source = self._standing(candidate.request_id).source or candidate.name
+        source = self._standing(candidate.request_id).source.get(drafter, drafter)
         chances = self._chances(candidate, [(source, candidate.most)])
         if candidate.fixed:
             return _settled(candidate, chances)
-        return Ask(candidate.share, 1.0, chances, [self._per_depth * n for n in range(1, len(chances) + 1)])
+        first, each = self._to_read(drafter, candidate) / HORIZON, self._per_depth[drafter]
+        return Ask(candidate.share, 1.0, chances, [first + each * n for n in range(1, len(chances) + 1)])
+
+    def _unread(self, drafter: str, candidate: Candidate) -> int:
+        """Tokens that were committed since `drafter` was asked."""
+        return candidate.share[1] - self._standing(candidate.request_id).read.get(drafter, 0)
+
+    def _to_read(self, drafter: str, candidate: Candidate) -> float:
+        """Seconds of reading before `drafter` can draft for it."""
+        return self._per_read.get(drafter, 0.0) * self._unread(drafter, candidate)
+
+    def _is_due(self, drafter: str, candidate: Candidate, drafts: int) -> bool:
+        """Whether `drafter` should be tried where so many are drafted, by it or by others."""
+        idle = self._standing(candidate.request_id).idle
+        idle[drafter] = 0 if drafts else idle.get(drafter, 0) + 1
+        spent = self._probing.get(drafter, 0.0) + self._to_read(drafter, candidate) + self._per_depth[drafter]
+        if idle[drafter] < PROBE_AFTER or not candidate.most or spent > PROBE_SHARE * self._forwards:
+            return False
+        idle[drafter], self._probing[drafter] = 0, spent
+        return True
 
     def _drafted(self, candidate: Candidate) -> Ask:
         """Of drafts that are there."""
         proposal = candidate.proposal
         if proposal is None or not len(proposal):
             return Ask(candidate.share)
-        chances = self._chances(candidate, _sources(proposal, candidate.name))[: len(proposal)]
+        chances = self._chances(candidate, _sources(candidate))[: len(proposal)]
         return _settled(candidate, chances) if _is_whole(candidate) else Ask(candidate.share, 1.0, chances)
 
-    def _allocated(self, candidates: Sequence[Candidate], others: Sequence[Share], asks: list[Ask]) -> list[int]:
-        plan = allocate(asks, self.costs, others, self._rest)
-        if self.listener is not None and candidates and not self._told:
-            self._told = True
-            self.listener(self._reasons(candidates, asks, plan))
-        # One that is settled has nothing left to allocate: all its tokens are in its share.
-        return [n or ask.share[0] - c.share[0] for c, ask, n in zip(candidates, asks, plan.drafts, strict=True)]
+    def _allocate(self, asks: list[Ask], others: Sequence[Share]) -> Plan:
+        return allocate(asks, self.costs, others, self._rest)
 
-    def _reasons(self, candidates: Sequence[Candidate], asks: list[Ask], plan: Plan) -> str:
-        """A step's decision as text: what it expects, and of what chances."""
+    def _tell(self, candidates: Sequence[Candidate], asks: list[Ask], plan: Plan, names: list[str]) -> None:
+        """The step's decision and its reasons, to whoever listens; once, where it is made in two parts the first."""
+        if self.listener is None or not candidates or self._told:
+            return
+        self._told = True
         lines = [
             f"{sum(plan.drafts)} drafts: {_rate(plan.tokens, plan.seconds)}; without: "
             f"{_rate(plan.plain_tokens, plan.plain_seconds)}"
         ]
-        for candidate, ask, n in zip(candidates, asks, plan.drafts, strict=True):
-            sources = _sources(candidate.proposal, candidate.name) if candidate.proposal is not None else ()
-            chances = " ".join(f"{chance:.2f}" for chance in ask.chances)
-            names = "+".join(source for source, size in sources if size) or candidate.name
-            lines.append(
-                f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {names}, chances {chances or '-'}"
-            )
-        return "\n".join(lines)
+        for candidate, ask, n, name in zip(candidates, asks, plan.drafts, names, strict=True):
+            chances = " ".join(f"{chance:.2f}" for chance in ask.chances) or "-"
+            lines.append(f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {name}, chances {chances}")
+        self.listener("\n".join(lines))
 
 
 def _learned(known: float, seen: float) -> float:
@@ -240,9 +314,18 @@ def _settled(candidate: Candidate, chances: Sequence[float]) -> Ask:
     return Ask((tokens + len(chances), cached), 1.0 + sum(chances))
 
 
-def _sources(proposal: Proposal, name: str) -> tuple[tuple[str, int], ...]:
-    """Whose drafts they are, in order; the drafter's own where it does not say."""
-    return proposal.sources or ((name, len(proposal)),)
+def _sources(candidate: Candidate) -> tuple[tuple[str, int], ...]:
+    """Whose drafts a candidate has, in order; its drafter's where the proposal does not say."""
+    proposal = candidate.proposal
+    assert proposal is not None
+    return proposal.sources or ((candidate.drafter, len(proposal)),)
+
+
+def _names(candidate: Candidate) -> str:
+    """Whose drafts a candidate has, for people."""
+    sources = _sources(candidate) if candidate.proposal is not None else ()
+    names = [source for source, size in sources if size]
+    return "+".join([*names[:2], "..."] if len(names) > 3 else names) or "nobody"
 
 
 def _place(sources: Sequence[tuple[str, int]], i: int) -> tuple[str, int]:
