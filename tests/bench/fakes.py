@@ -48,17 +48,24 @@ def prompts(**counts: int) -> Prompts:
 
 
 class FakeContender:
-    """Notes what it is asked; fails at the call with that number."""
+    """Notes what it is asked; fails at the call with that number, as a peer does or with `error`."""
 
     sessions = ()
 
-    def __init__(self, name: str, log: list[tuple[str, tuple[Ask, ...], int]], fails_at: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        log: list[tuple[str, tuple[Ask, ...], int]],
+        fails_at: int | None = None,
+        error: BaseException | None = None,
+    ) -> None:
         self.name, self._log, self._fails_at, self._calls = name, log, fails_at, 0
+        self._error = error or PeerError(f"peer {name} fell over")
 
     def run(self, asks: Sequence[Ask], concurrency: int) -> tuple[float, tuple[Result, ...]]:
         self._calls += 1
         if self._calls == self._fails_at:
-            raise PeerError(f"peer {self.name} fell over")
+            raise self._error
         self._log.append((self.name, tuple(asks), concurrency))
         return 1.0, tuple(result() for _ in asks)
 

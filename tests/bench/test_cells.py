@@ -45,6 +45,19 @@ def test_a_pair_without_a_partner_has_no_ratio() -> None:
     assert any("peer peer fell over" in warning for warning in made.warnings)
 
 
+def test_a_category_counts_once_everybody_had_a_turn() -> None:
+    """Catches means of different categories, and cells without a partner, after Ctrl-C; and a failed peer dropped."""
+    runs = [run(name, 1.0, category=category) for category in "ab" for name in ("plain", "fast")]
+    runs += [run("plain", 1.0, category="c"), run("fast", 1.0, temperature=1.0)]
+    made = Comparison(runs, ["plain", "fast"], "plain")
+    assert [(c.category, c.contender) for c in made.cells] == [
+        (c, n) for n in ("plain", "fast") for c in ("a", "b", MEAN)
+    ]
+    gone = [run("plain", 1.0), run("peer", 0.0, results=(), error="gone"), run("plain", 1.0, category="b")]
+    named = [(c.category, c.error) for c in Comparison(gone, ["plain", "peer"], "plain").cells if c.contender == "peer"]
+    assert named == [("a", "gone"), ("b", "no runs"), (MEAN, "gone")]
+
+
 def test_an_answer_without_tokens_counts_nowhere() -> None:
     """Catches the logarithm of zero."""
     runs = [run("plain", 1.0), run("fast", 1.0, results=(result(0, 1.0, 1),))]

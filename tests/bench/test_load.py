@@ -40,7 +40,7 @@ def measured(
             Guard(on=False),
             lambda what, done, total: None,
             max_seqs,
-        )
+        ).made
 
 
 def test_everybody_is_answered_in_a_closed_and_in_an_open_loop() -> None:

@@ -42,6 +42,8 @@ def a_report() -> dict[str, Any]:
             "files": ["x"], "prompts": {"qa": 3}, "left_out": {"rag": 2}, "template": True, "repeats": 1,
             "concurrencies": [1], "sampling": {"temperature": "0 and 1"},
         },
+        "complete": True,
+        "stopped": None,
         "guard": {"on": False, "why_off": "switched off", "limit_cpus": 0.15, "waited_seconds": 0.0, "reruns": 0},
         "contenders": [{"name": name, "peer": name.startswith("a"), "engine": "e & f"} for name in NAMES],
         "baseline": "plain",
@@ -102,6 +104,8 @@ def test_the_schema_is_what_others_rely_on() -> None:
         *(
             "schema",
             "kind",
+            "complete",
+            "stopped",
             "machine",
             "model",
             "workload",
@@ -155,6 +159,14 @@ def test_a_report_is_read_back_and_turned_to_another_baseline(tmp_path: Path) ->
             read_report(path)
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_report(tmp_path / "nothing.json")
+
+
+def test_an_unfinished_report_says_so_for_good(tmp_path: Path) -> None:
+    """Catches a warning that is lost when the report is shown again, and old reports that are refused."""
+    report = compared({**a_report(), "complete": False, "stopped": "interrupted after 36 of 99 runs"})
+    assert compared(report, "K = 4")["warnings"][0] == "unfinished: interrupted after 36 of 99 runs"
+    old = {key: value for key, value in a_report().items() if key not in ("complete", "stopped")}
+    assert compared(old)["warnings"] == a_report()["warnings"]
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

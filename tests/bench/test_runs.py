@@ -35,7 +35,7 @@ def test_all_contenders_are_asked_the_same_in_turn() -> None:
     log: Log = []
     contenders = [FakeContender(name, log) for name in ("plain", "K = 4", "adaptive")]
     work = workload(temperatures=(0.0, 1.0), repeats=2)
-    runs = measure(contenders, work, prompts(a=2, b=1), OFF, silent)
+    runs = measure(contenders, work, prompts(a=2, b=1), OFF, silent).made
     assert Counter(r.contender for r in runs) == {"plain": 12, "K = 4": 12, "adaptive": 12}
     turns = [log[i : i + 3] for i in range(0, len(log), 3)]
     assert len(turns) == 2 * (1 + 6)  # of each temperature one warms up
@@ -51,7 +51,7 @@ def test_what_warms_up_does_not_count() -> None:
     """Catches compile times and cold caches in the first number."""
     log: Log = []
     work = Workload(questions=(), params=SamplingParams(max_tokens=100))
-    runs = measure([FakeContender("plain", log)], work, prompts(a=1), OFF, silent)
+    runs = measure([FakeContender("plain", log)], work, prompts(a=1), OFF, silent).made
     assert [asks[0].params.max_tokens for _, asks, _ in log] == [16, 100]
     assert len(runs) == 1
 
@@ -86,11 +86,26 @@ def test_a_peer_that_fails_leaves_the_others_going() -> None:
     """Catches an hour of measurements lost, and a peer that is asked again when it is gone."""
     log: Log = []
     contenders = [FakeContender("plain", log), FakeContender("peer", log, fails_at=3)]
-    runs = measure(contenders, workload(), prompts(a=4), OFF, silent)
+    runs = measure(contenders, workload(), prompts(a=4), OFF, silent).made
     assert Counter(r.contender for r in runs) == {"plain": 4, "peer": 2}
     assert [r.error for r in runs if r.contender == "peer"] == [None, "peer peer fell over"]
-    cold = measure([FakeContender("peer", [], fails_at=1)], workload(), prompts(a=2), OFF, silent)
+    cold = measure([FakeContender("peer", [], fails_at=1)], workload(), prompts(a=2), OFF, silent).made
     assert [(r.error, r.results) for r in cold] == [("peer peer fell over", ())]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("decode failed")])
+def test_what_came_before_an_error_is_kept(error: BaseException) -> None:
+    """Catches runs that are lost, warm-ups that are counted, and an error that is swallowed."""
+    log: Log = []
+    contenders = [FakeContender("plain", log), FakeContender("breaks", log, fails_at=4, error=error)]
+    found = measure(contenders, workload(), prompts(a=5), OFF, silent)
+    made = [(r.contender, r.unit) for r in found.made]
+    assert made == [("plain", 0), ("breaks", 0), ("breaks", 1), ("plain", 1), ("plain", 2)]
+    assert (found.planned, found.error) == (10, error)
+    assert "after 5 of 10 runs" in (found.stopped or "")
+    with pytest.raises(type(error)):
+        measure([FakeContender("x", log, fails_at=2, error=error)], workload(), prompts(a=5), OFF, silent)
+    assert measure(contenders[:1], workload(), prompts(a=1), OFF, silent).stopped is None
 
 
 def test_runs_survive_json() -> None:

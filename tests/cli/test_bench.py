@@ -197,34 +197,92 @@ def test_help_says_what_the_commands_do() -> None:
         assert name in result.stdout
 
 
-def test_an_interrupt_leaves_nothing_behind(prompts: str, tmp_path: Path) -> None:
+def stops_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
+    """Let the measured run with this number (warm-ups do not count) raise the error, in whatever command."""
+    import paceline.bench.guard as module
+
+    made = iter(range(1, 1000))
+
+    class Stops(module.Guard):
+        def run(self, *args: Any, **options: Any) -> Any:
+            if next(made) == call:
+                raise error
+            return super().run(*args, **options)
+
+    monkeypatch.setattr(module, "Guard", Stops)
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "step", "load"])
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted after 2 of {} runs"),
+        (RuntimeError("decode failed: 1"), 1, "stopped after 2 of {} runs by RuntimeError: decode failed: 1"),
+    ],
+)
+def test_what_was_measured_is_kept(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, error: BaseException, status: int,
+    said: str,
+) -> None:  # fmt: skip
+    """Catches an hour of measuring that Ctrl-C or an engine throws away, and half of it that looks like all of it."""
+    stops_at(monkeypatch, 3, error)
+    files = [tmp_path / f"r.{suffix}" for suffix in ("json", "md", "html")]
+    outputs = [word for file in files for word in ("-o", str(file))]
+    few = ["--requests", "2", "-c", "1", "-c", "2"] if command == "load" else ["--repeats", "1"]
+    result = paceline("bench", command, *TOY, "--prompts", prompts, *few, *outputs)
+    assert result.exit_code == status
+    said = "unfinished: " + said.format({"run": 3, "compare": 6, "step": 6, "load": 4}[command])
+    assert f"paceline: note: {said}" in result.stderr
+    report = json.loads(files[0].read_text())
+    assert (report["complete"], report["warnings"]) == (False, [said])
+    assert len(report["loads" if command == "load" else "runs"]) == 2
+    assert all(said in file.read_text() for file in files[1:])
+    again = paceline("bench", "report", str(files[0]), "--format", "markdown")
+    assert again.exit_code == 0, again.stderr
+    assert again.stdout == files[1].read_text()
+
+
+def test_an_error_before_the_first_number_writes_nothing(
+    prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches an empty report in place of an old one."""
+    stops_at(monkeypatch, 1, KeyboardInterrupt())
+    file = tmp_path / "r.json"
+    file.write_text("the old one")
+    result = paceline("bench", "compare", *TOY, "--prompts", prompts, "-o", str(file))
+    assert result.exit_code == 130
+    assert file.read_text() == "the old one"
+
+
+def test_an_interrupt_ends_everything_and_leaves_whole_files(prompts: str, tmp_path: Path) -> None:
     """Catches half a report, a temporary file, and a peer that goes on by itself."""
     folder = tmp_path / "out"
     folder.mkdir()
-    marker = tmp_path / "pid"
+    marker = tmp_path / "job"
     peer = tmp_path / "peer.py"
-    peer.write_text(f"import os, runpy\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\n"
-                    f"runpy.run_path({str(PEER)!r}, run_name='__main__')\n")  # fmt: skip
-    options = [
-        *TOY,
-        "--prompts",
-        prompts,
-        "--repeats",
-        "100000",
-        "-o",
-        str(folder / "r.json"),
-        "-o",
-        str(folder / "r.html"),
-    ]
-    with started("bench", "compare", *options, "--peer", f"letters={sys.executable} {peer}") as process:
+    peer.write_text(
+        f"import os, runpy, sys\nsys.stdout.reconfigure(line_buffering=True)\n"
+        f"written = sys.stdout.write\n"
+        f"def write(text):\n"
+        f"    if '\"job\": 9' in text: open({str(marker)!r}, 'w').write(str(os.getpid()))\n"
+        f"    return written(text)\n"
+        f"sys.stdout.write = write\n"
+        f"runpy.run_path({str(PEER)!r}, run_name='__main__')\n"
+    )
+    options = [*TOY, "--prompts", prompts, "--repeats", "100000"]
+    files = [word for name in ("r.json", "r.html") for word in ("-o", str(folder / name))]
+    with started("bench", "compare", *options, *files, "--peer", f"letters={sys.executable} {peer}") as process:
         until = time.monotonic() + 60
         while not (marker.exists() and marker.read_text()) and time.monotonic() < until:
             time.sleep(0.05)
-        time.sleep(1.0)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
-    assert list(folder.iterdir()) == []
+    assert sorted(path.name for path in folder.iterdir()) == ["r.html", "r.json"]
+    report = json.loads((folder / "r.json").read_text())
+    assert not report["complete"]
+    assert report["cells"][0]["runs"] >= 2
+    assert (folder / "r.html").read_text().rstrip().endswith("</html>")
     with pytest.raises(ProcessLookupError):
         os.kill(int(marker.read_text()), 0)
 

@@ -64,14 +64,19 @@ class Comparison:
         self.cells: list[Cell] = []
         self.warnings: list[str] = []
         for concurrency, temperature in _ordered((r.concurrency, r.temperature) for r in runs):
-            categories = _ordered(
-                r.category for r in runs if (r.concurrency, r.temperature) == (concurrency, temperature)
-            )
+            categories = self._categories(temperature, concurrency)
             for contender in contenders:
                 self._row(temperature, concurrency, categories, contender)
         disturbed = sum(r.load is not None and r.load.disturbed for r in runs)
         if disturbed:
             self.warnings.append(f"{disturbed} of {len(runs)} runs were beside other load; their cells are marked *")
+
+    def _categories(self, temperature: float, concurrency: int) -> list[str]:
+        """Those in which everybody had a turn: all, but for the one in which a measurement was interrupted."""
+        key = (temperature, concurrency)
+        known = _ordered((r.category, r.contender) for r in self.runs if (r.temperature, r.concurrency) == key)
+        due = set(self.contenders) - {r.contender for r in self.runs if r.error}
+        return [c for c in _ordered(category for category, _ in known) if all((c, name) in known for name in due)]
 
     def _row(self, temperature: float, concurrency: int, categories: Sequence[str], contender: str) -> None:
         """The cells of one contender in every category, and their mean."""

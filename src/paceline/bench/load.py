@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -21,7 +21,7 @@ from ..types import SpeculationStats, StreamChunk
 from .guard import Guard, Load
 from .intervals import percentile
 from .prompts import Question
-from .runs import Ask, Prompts, Report, Workload
+from .runs import Ask, Measured, Prompts, Report, Workload, kept
 from .target import Setting, Target, emitted_tokens
 
 SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -131,23 +131,29 @@ def measure_load(
     guard: Guard,
     report: Report,
     max_seqs: int,
-) -> list[LoadRow]:
+) -> Measured[LoadRow]:
     """Every setting under all traffic, in turn. max_seqs: requests that run at once in an open loop; others wait."""
-    rows: list[LoadRow] = []
     total = len(traffics) * len(workload.temperatures) * len(settings)
-    for i, traffic in enumerate(traffics):
-        asks = _asks(prompts, workload, traffic.requests)
-        for temperature in workload.temperatures:
-            first = i % len(settings)
-            for setting in [*settings[first:], *settings[:first]]:
-                report(f"{setting.name}, temperature {temperature:g}, {traffic}", len(rows), total)
-                mine = [_as(ask, temperature, setting) for ask in asks]
-                work = partial(_serve, target, setting, traffic, mine, workload.seed, max_seqs)
-                (timings, seconds), load = guard.run(work)
-                rows.append(_row(setting, temperature, traffic, timings, seconds, limits, load))
-    report("", total, total)
+
+    def rows() -> Iterator[LoadRow]:
+        done = 0
+        for i, traffic in enumerate(traffics):
+            asks = _asks(prompts, workload, traffic.requests)
+            for temperature in workload.temperatures:
+                first = i % len(settings)
+                for setting in [*settings[first:], *settings[:first]]:
+                    report(f"{setting.name}, temperature {temperature:g}, {traffic}", done, total)
+                    done += 1
+                    mine = [_as(ask, temperature, setting) for ask in asks]
+                    work = partial(_serve, target, setting, traffic, mine, workload.seed, max_seqs)
+                    (timings, seconds), load = guard.run(work)
+                    yield _row(setting, temperature, traffic, timings, seconds, limits, load)
+        report("", total, total)
+
+    measured = kept(rows(), total)
     order = [setting.name for setting in settings]
-    return sorted(rows, key=lambda r: (r.rate or 0, r.concurrency or 0, r.temperature, order.index(r.contender)))
+    measured.made.sort(key=lambda r: (r.rate or 0, r.concurrency or 0, r.temperature, order.index(r.contender)))
+    return measured
 
 
 def _asks(prompts: Prompts, workload: Workload, count: int) -> list[Ask]:

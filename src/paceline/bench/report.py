@@ -40,7 +40,14 @@ def compared(report: Mapping[str, Any], baseline: str | None = None) -> dict[str
     made = Comparison([Run.from_json(run) for run in report["runs"]], names, chosen)
     kept = {key: value for key, value in report.items() if key not in ("cells", "warnings", "baseline", "runs")}
     cells = [cell.as_json() for cell in made.cells]
-    return {**kept, "baseline": chosen, "cells": cells, "warnings": made.warnings, "runs": report["runs"]}
+    warnings = [*unfinished(report), *made.warnings]
+    return {**kept, "baseline": chosen, "cells": cells, "warnings": warnings, "runs": report["runs"]}
+
+
+def unfinished(report: Mapping[str, Any]) -> list[str]:
+    """The warning of a report that does not hold all that was planned."""
+    stopped = report.get("stopped")  # reports of older versions were all complete
+    return [f"unfinished: {stopped}"] if stopped else []
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -114,15 +121,31 @@ def notes(report: Mapping[str, Any]) -> list[str]:
     return said
 
 
+def _title(report: Mapping[str, Any]) -> str:
+    return f"{KINDS[report['kind']]}: {report['model']['name']}"
+
+
 def _markdown(report: dict[str, Any]) -> str:
-    parts = [f"# {KINDS[report['kind']]}: {report['model']['name']}", ""]
-    parts += [f"- {name}: {words}" for name, words in facts(report)]
-    for table in tables(report):
+    return markdown(_title(report), facts(report), [], tables(report), notes(report), report["warnings"])
+
+
+def markdown(
+    title: str,
+    known: Sequence[tuple[str, str]],
+    before: Sequence[str],
+    found: Sequence[Table],
+    after: Sequence[str],
+    warnings: Sequence[str],
+) -> str:
+    """A report as Markdown: facts, lines, tables, lines, warnings."""
+    parts = [f"# {title}", "", *(f"- {name}: {words}" for name, words in known)]
+    parts += ["", *before] if before else []
+    for table in found:
         parts += ["", f"## {table.title}", "", pipes(table.head), "|---" * len(table.head) + "|"]
         parts += [pipes(row) for row in table.rows]
-    parts += ["", *notes(report)]
-    if report["warnings"]:
-        parts += ["", "## Warnings", "", *(f"- {warning}" for warning in report["warnings"])]
+    parts += ["", *after]
+    if warnings:
+        parts += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
     return "\n".join(parts) + "\n"
 
 
@@ -132,16 +155,23 @@ def pipes(cells: Sequence[str]) -> str:
 
 
 def _html(report: dict[str, Any]) -> str:
-    title = escape(f"{KINDS[report['kind']]}: {report['model']['name']}")
-    parts = [f"<h1>{title}</h1>", "<dl>"]
-    parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts(report)]
-    parts += ["</dl>", *(f"<p>{escape(note)}</p>" for note in notes(report)), *plots(report)]
+    parts = [f"<p>{escape(note)}</p>" for note in notes(report)] + plots(report)
     parts += [html_table(table) for table in tables(report)]
-    if report["warnings"]:
-        parts += ["<h2>Warnings</h2>", "<ul>", *(f"<li>{escape(w)}</li>" for w in report["warnings"]), "</ul>"]
-    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{title}</title>'
-    page = [f'<html lang="en"><head>{head}<style>{STYLE}</style></head>', "<body>", *parts, "</body></html>", ""]
-    return "\n".join(["<!DOCTYPE html>", *page])
+    return page(_title(report), facts(report), parts, report["warnings"])
+
+
+def page(title: str, known: Sequence[tuple[str, str]], body: Sequence[str], warnings: Sequence[str]) -> str:
+    """A report as HTML: facts, whatever the body is, warnings. All but the body is text to be escaped."""
+    parts = [f"<h1>{escape(title)}</h1>", "<dl>"]
+    parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in known]
+    parts += ["</dl>", *body]
+    if warnings:
+        parts += ["<h2>Warnings</h2>", "<ul>", *(f"<li>{escape(w)}</li>" for w in warnings), "</ul>"]
+    head = '<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/>'
+    head += f"<title>{escape(title)}</title><style>{STYLE}</style>"
+    return "\n".join(
+        ["<!DOCTYPE html>", f'<html lang="en"><head>{head}</head>', "<body>", *parts, "</body></html>", ""]
+    )
 
 
 def html_table(table: Table) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from ..errors import InvalidInput, PacelineError, UnsupportedOption
 from ..params import SamplingParams
@@ -21,6 +21,7 @@ from ..types import SpeculationStats, Tokenizer
 from .guard import Guard, Load
 from .prompts import Question, by_category, spread_out
 
+T = TypeVar("T")
 Report = Callable[[str, int, int], None]
 """report(what, done, total): how far it is."""
 WARM_UP_TOKENS = 16
@@ -214,22 +215,69 @@ def units(prompts: Prompts, size: int) -> Iterator[tuple[str, list[tuple[Questio
             yield category, [pairs[i % len(pairs)] for i in range(start, start + size)]
 
 
+@dataclass(frozen=True, slots=True)
+class Measured(Generic[T]):
+    """What was measured: all that was planned, or what there was when error came (Ctrl-C, or what an engine raised)."""
+
+    made: list[T]
+    planned: int
+    error: BaseException | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """Why it is not all, in words; None where it is."""
+        if self.error is None:
+            return None
+        so_far = f"after {len(self.made)} of {self.planned} runs"
+        if isinstance(self.error, KeyboardInterrupt):
+            return f"interrupted {so_far}"
+        return f"stopped {so_far} by {type(self.error).__name__}: {self.error}"
+
+
+def kept(runs: Iterator[T], planned: int) -> Measured[T]:
+    """All of them, or those before Ctrl-C or an error: an hour of measuring is not thrown away for its last minute.
+
+    Raises that error where there were none.
+    """
+    made: list[T] = []
+    try:
+        for run in runs:
+            made.append(run)
+    except (Exception, KeyboardInterrupt) as error:
+        if not made:
+            raise
+        return Measured(made, planned, error)
+    return Measured(made, planned)
+
+
 def measure(
     contenders: Sequence[Contender], workload: Workload, prompts: Prompts, guard: Guard, report: Report
-) -> list[Run]:
+) -> Measured[Run]:
     """Every contender on every unit, in turn, so that what slows the machine slows everybody.
 
     Before each temperature and concurrency everybody makes a few tokens that do not count. Who goes first changes from
     unit to unit. All get the same ids, params and seeds. A peer that fails has runs with an error, and no more turns.
+    What ends it early leaves what was measured; see kept().
     """
-    runs: list[Run] = []
-    failed: set[str] = set()
     plan = [
         (concurrency, temperature, list(units(prompts, workload.size(concurrency))))
         for concurrency in workload.concurrencies
         for temperature in workload.temperatures
     ]
-    total = sum((len(each) * workload.repeats + 1) * len(contenders) for _, _, each in plan)
+    planned = sum(len(each) * workload.repeats * len(contenders) for _, _, each in plan)
+    return kept(_turns(contenders, workload, plan, guard, report, planned + len(plan) * len(contenders)), planned)
+
+
+def _turns(
+    contenders: Sequence[Contender],
+    workload: Workload,
+    plan: Sequence[tuple[int, float, list[tuple[str, list[tuple[Question, tuple[int, ...]]]]]]],
+    guard: Guard,
+    report: Report,
+    total: int,
+) -> Iterator[Run]:
+    done = 0
+    failed: set[str] = set()
     for concurrency, temperature, each in plan:
         params = replace(workload.params, temperature=temperature)
         turns = [(-1, 0, each[0])] + [(r, i, unit) for r in range(workload.repeats) for i, unit in enumerate(each)]
@@ -237,15 +285,17 @@ def measure(
             asks = _asks(pairs, params, workload.seed + 1_000 * max(repeat, 0) + 10_000_000 * index)
             first = (index + repeat) % len(contenders)
             for contender in [*contenders[first:], *contenders[:first]]:
-                report(f"{category}, temperature {temperature:g}, {concurrency} at once", len(runs), total)
+                report(f"{category}, temperature {temperature:g}, {concurrency} at once", done, total)
+                done += 1
+                if contender.name in failed:
+                    continue
                 run = Run(contender.name, category, temperature, concurrency, index, repeat, 0.0, ())
-                if contender.name not in failed:
-                    run = _timed(contender, run, asks, guard)
-                    if run.error is not None:
-                        failed.add(contender.name)
-                    runs.append(run)
+                run = _timed(contender, run, asks, guard)
+                if run.error is not None:
+                    failed.add(contender.name)
+                if repeat >= 0 or run.error is not None:
+                    yield run
     report("", total, total)
-    return [run for run in runs if run.repeat >= 0 or run.error]
 
 
 def _asks(pairs: Sequence[tuple[Question, tuple[int, ...]]], params: SamplingParams, seed: int) -> list[Ask]:

@@ -4,53 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import InvalidParams
 from .bench_options import (
     MEASURING,
+    Concurrency,
     ContenderOptions,
+    DrafterName,
     GuardOptions,
-    ReportFormat,
+    KvTokens,
+    Model,
+    PeerOptions,
+    Repeats,
     ReportOptions,
+    TrafficOptions,
     WorkloadOptions,
     counting_bar,
+    distinct,
 )
-from .bench_session import Bench, distinct, open_bench, report_of, settings_of
+from .bench_session import Bench, open_bench, report_of, settings_of
 from .exits import Debug
 from .options import SPECULATION, BackendOptions, expand_options
 
 if TYPE_CHECKING:
     from ..bench.peers import Peer
-    from ..bench.runs import Contender
-
-MAX_SEQS = 16
-
-Model = Annotated[str, typer.Option("--model", "-m", metavar="M", help="As for generate.")]
-Repeats = Annotated[
-    int, typer.Option(metavar="N", min=1, help="Of every prompt, with other seeds.", rich_help_panel=MEASURING)
-]
-Concurrency = Annotated[
-    list[int] | None,
-    typer.Option(
-        "--concurrency",
-        "-c",
-        metavar="N",
-        min=1,
-        help="Requests at once. May be repeated. Default: 1.",
-        rich_help_panel=MEASURING,
-    ),
-]
-KvTokens = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N", min=1, help="Tokens of KV memory. Default: the context, for everybody at once.",
-        rich_help_panel="Model",
-    ),
-]  # fmt: skip
+    from ..bench.runs import Contender, Measured, Run
 
 bench_app = typer.Typer()
 
@@ -71,9 +54,7 @@ def bench_run(
     guard: GuardOptions,
     reports: ReportOptions,
     model: Model = "smollm2",
-    drafter: Annotated[
-        str, typer.Option("--drafter", "-d", metavar="D", help="As for generate.", rich_help_panel=SPECULATION)
-    ] = "auto",
+    drafter: DrafterName = "auto",
     draft_length: Annotated[
         int | None,
         typer.Option(
@@ -92,7 +73,6 @@ def bench_run(
 ) -> None:
     """Run one configuration over prompts: tokens/s, tokens per step, acceptance, by category."""
     from ..bench.report import compared
-    from ..bench.runs import measure
     from ..bench.target import PLAIN, Own, Setting, settings
 
     reports.check()
@@ -106,11 +86,30 @@ def bench_run(
         model, backend, work, guard, chosen, concurrencies=at_once, repeats=repeats, kv_tokens=kv_tokens
     ) as bench:
         contenders = [Own(bench.target, setting) for setting in chosen]
-        with counting_bar() as bar:
-            runs = measure(contenders, bench.workload, bench.prompts, bench.guard, bar)
-        made = [run.as_json() for run in runs]
-        report = compared(report_of(bench, "run", contenders, baseline=contenders[0].name, runs=made))
+        measured = _measured(contenders, bench)
+        report = _report(bench, "run", contenders, measured, baseline=contenders[0].name)
+        _finish(reports, compared(report), measured.error)
+
+
+def _measured(contenders: Sequence[Contender], bench: Bench) -> Measured[Run]:
+    from ..bench.runs import measure
+
+    with counting_bar() as bar:
+        return measure(contenders, bench.workload, bench.prompts, bench.guard, bar)
+
+
+def _report(
+    bench: Bench, kind: str, contenders: Sequence[Contender], measured: Measured[Run], **rest: Any
+) -> dict[str, Any]:
+    made = [run.as_json() for run in measured.made]
+    return report_of(bench, kind, contenders, stopped=measured.stopped, **rest, runs=made)
+
+
+def _finish(reports: ReportOptions, report: dict[str, Any], error: BaseException | None) -> None:
+    """Show the report while everything is still open (closing may take long, or fail); then end as `error` says."""
     reports.show(report)
+    if error is not None:
+        raise error
 
 
 @bench_app.command("compare")
@@ -122,19 +121,8 @@ def bench_compare(
     backend: BackendOptions,
     guard: GuardOptions,
     reports: ReportOptions,
+    others: PeerOptions,
     model: Model = "smollm2",
-    peer: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=COMMAND",
-            help="Another engine: a command that speaks the protocol of docs/bench.md. May be repeated.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = None,
-    peer_timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", min=1, help="For a peer's start and each job.", rich_help_panel=MEASURING),
-    ] = 600.0,
     baseline: Annotated[
         str | None,
         typer.Option(
@@ -157,36 +145,35 @@ def bench_compare(
     Ratios are paired: of the same prompt with the same seed in the same run, with a 95 % interval. Tokens are counted
     alike for everybody: emitted, up to the same stop.
     """
-    from ..bench.peers import check_sampling, parse_peer
     from ..bench.report import compared
-    from ..bench.runs import measure
     from ..bench.target import Own
 
     reports.check()
-    chosen_settings = settings_of(chosen)
-    peers = [parse_peer(text) for text in peer or []]
-    names = [s.name for s in chosen_settings] + [name for name, _ in peers]
+    settings = settings_of(chosen)
+    peers = others.parsed(work.params())
+    names = _names([s.name for s in settings] + [name for name, _ in peers], baseline)
+    sizes: dict[str, Any] = {
+        "concurrencies": distinct(concurrency),
+        "repeats": repeats,
+        "unit_size": per_run,
+        "kv_tokens": kv_tokens,
+    }
+    with ExitStack() as stack:
+        bench = stack.enter_context(open_bench(model, backend, work, guard, settings, **sizes))
+        contenders: list[Contender] = [Own(bench.target, setting) for setting in settings]
+        contenders += _start_peers(peers, bench, backend.threads, others.peer_timeout, stack)
+        measured = _measured(contenders, bench)
+        report = _report(bench, "compare", contenders, measured, baseline=baseline or names[0])
+        _finish(reports, compared(report), measured.error)
+
+
+def _names(names: list[str], baseline: str | None) -> list[str]:
+    """Of all contenders. Raises InvalidParams where two are the same, or the baseline is none of them."""
     if len(set(names)) < len(names):
         raise InvalidParams(f"contenders {', '.join(names)}; allowed: each with a name of its own")
     if baseline is not None and baseline not in names:
         raise InvalidParams(f"baseline = {baseline!r}; allowed: {', '.join(names)}")
-    if peers:
-        check_sampling(work.params())
-    at_once = distinct(concurrency)
-    with ExitStack() as stack:
-        bench = stack.enter_context(
-            open_bench(
-                model, backend, work, guard, chosen_settings,
-                concurrencies=at_once, repeats=repeats, unit_size=per_run, kv_tokens=kv_tokens,
-            )
-        )  # fmt: skip
-        contenders: list[Contender] = [Own(bench.target, setting) for setting in chosen_settings]
-        contenders += _start_peers(peers, bench, backend.threads, peer_timeout, stack)
-        with counting_bar() as bar:
-            runs = measure(contenders, bench.workload, bench.prompts, bench.guard, bar)
-        made = [run.as_json() for run in runs]
-        report = compared(report_of(bench, "compare", contenders, baseline=baseline or names[0], runs=made))
-    reports.show(report)
+    return names
 
 
 def _start_peers(
@@ -228,19 +215,16 @@ def bench_step(
     and text. "outside" is everything but the target's forward, as a share of the step.
     """
     from ..bench.cells import steps
-    from ..bench.runs import measure
     from ..bench.target import Own
 
     reports.check()
-    chosen_settings = settings_of(chosen)
-    with open_bench(model, backend, work, guard, chosen_settings, repeats=repeats) as bench:
-        contenders = [Own(bench.target, setting) for setting in chosen_settings]
-        with counting_bar() as bar:
-            runs = measure(contenders, bench.workload, bench.prompts, bench.guard, bar)
-        rows = list(steps(runs, [contender.name for contender in contenders]))
-        made = [run.as_json() for run in runs]
-        report = report_of(bench, "step", contenders, baseline=None, steps=rows, runs=made)
-    reports.show(report)
+    settings = settings_of(chosen)
+    with open_bench(model, backend, work, guard, settings, repeats=repeats) as bench:
+        contenders = [Own(bench.target, setting) for setting in settings]
+        measured = _measured(contenders, bench)
+        rows = list(steps(measured.made, [contender.name for contender in contenders]))
+        report = _report(bench, "step", contenders, measured, baseline=None, steps=rows)
+        _finish(reports, report, measured.error)
 
 
 @bench_app.command("load")
@@ -252,35 +236,8 @@ def bench_load(
     backend: BackendOptions,
     guard: GuardOptions,
     reports: ReportOptions,
+    readers: TrafficOptions,
     model: Model = "smollm2",
-    concurrency: Concurrency = None,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(
-            metavar="R",
-            help="Requests a second, at random moments (an open loop), instead of so many at once. May be repeated.",
-            rich_help_panel=MEASURING,
-        ),
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Requests of each line.", rich_help_panel=MEASURING)
-    ] = 32,
-    max_seqs: Annotated[
-        int,
-        typer.Option(metavar="N", min=1, help="With --rate: requests that run at once.", rich_help_panel=MEASURING),
-    ] = MAX_SEQS,
-    first_token_ms: Annotated[
-        float,
-        typer.Option(
-            metavar="MS", min=0, help="A good request has its first token by then.", rich_help_panel=MEASURING
-        ),
-    ] = 1000.0,
-    per_token_ms: Annotated[
-        float,
-        typer.Option(
-            metavar="MS", min=0, help="And takes no longer than this for each further token.", rich_help_panel=MEASURING
-        ),
-    ] = 100.0,
     kv_tokens: KvTokens = None,
     debug: Debug = False,
 ) -> None:
@@ -289,57 +246,42 @@ def bench_load(
     --concurrency is a closed loop: so many readers, each of which asks again when it has its answer. --rate is an open
     loop: requests come as in a Poisson process, and waiting counts from when they came.
     """
-    from ..bench.load import Limits, Traffic, measure_load
+    from ..bench.load import measure_load
     from ..bench.target import Own
 
     reports.check()
-    chosen_settings = settings_of(chosen)
-    at_once = distinct(concurrency) if concurrency or not rate else []
-    traffics = [Traffic(requests, concurrency=n) for n in at_once]
-    traffics += [Traffic(requests, rate=each) for each in dict.fromkeys(rate or [])]
-    most = [*at_once, *([max_seqs] if rate else [])]
-    limits = Limits(first_token_ms / 1e3, per_token_ms / 1e3)
-    with open_bench(model, backend, work, guard, chosen_settings, concurrencies=most, kv_tokens=kv_tokens) as bench:
+    settings = settings_of(chosen)
+    traffics, limits = readers.traffics(), readers.limits()
+    most = [*readers.at_once, *([readers.max_seqs] if readers.rate else [])]
+    with open_bench(model, backend, work, guard, settings, concurrencies=most, kv_tokens=kv_tokens) as bench:
         with counting_bar() as bar:
-            rows = measure_load(
-                bench.target,
-                chosen_settings,
-                traffics,
-                bench.workload,
-                bench.prompts,
-                limits,
-                bench.guard,
-                bar,
-                max_seqs,
-            )
-        contenders = [Own(bench.target, setting) for setting in chosen_settings]
-        shown = {"first_token_seconds": limits.first_token_seconds, "per_token_seconds": limits.per_token_seconds}
-        report = report_of(
-            bench, "load", contenders, baseline=None, limits=shown, loads=[row.as_json() for row in rows], runs=[]
-        )
-    report["warnings"] = [
-        f"{row.contender}, {row.traffic}: beside other load" for row in rows if row.load and row.load.disturbed
-    ]
-    reports.show(report)
+            measured = measure_load(
+                bench.target, settings, traffics, bench.workload, bench.prompts, limits, bench.guard, bar,
+                readers.max_seqs,
+            )  # fmt: skip
+        contenders = [Own(bench.target, setting) for setting in settings]
+        rows = [row.as_json() for row in measured.made]
+        found = {"baseline": None, "limits": asdict(limits), "loads": rows, "runs": []}
+        report = report_of(bench, "load", contenders, stopped=measured.stopped, **found)
+        disturbed = [row for row in measured.made if row.load and row.load.disturbed]
+        report["warnings"] += [f"{row.contender}, {row.traffic}: beside other load" for row in disturbed]
+        _finish(reports, report, measured.error)
 
 
 @bench_app.command("report")
+@expand_options
 def bench_report(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The JSON of another bench command.")],
     *,
+    reports: ReportOptions,
     baseline: Annotated[
         str | None, typer.Option(metavar="NAME", help="Of a comparison: the contender that ratios are to.")
-    ] = None,
-    output_format: Annotated[ReportFormat, typer.Option("--format", help="What goes to stdout.")] = ReportFormat.TEXT,
-    output: Annotated[
-        list[Path] | None, typer.Option("--output", "-o", metavar="FILE", help="Also write FILE: .json, .md or .html.")
     ] = None,
     debug: Debug = False,
 ) -> None:
     """Show a report again, in another format or against another baseline. Measures nothing."""
     from ..bench.report import compared, read_report
 
-    reports = ReportOptions(output_format=output_format, output=output)
     reports.check()
     report = read_report(file)
     if baseline is not None and report["kind"] != "compare":

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,11 +20,52 @@ from .exits import say_note
 from .options import SPECULATION
 from .report import print_json, print_table
 
+if TYPE_CHECKING:
+    from ..bench.load import Limits, Traffic
+    from ..bench.tables import Table as ReportTable
+
 WORKLOAD = "Workload"
 SAMPLING = "Sampling"
 MEASURING = "Measuring"
 REPORT = "Report"
 DEFAULTS = SamplingParams()
+MAX_SEQS = 16
+
+Model = Annotated[str, typer.Option("--model", "-m", metavar="M", help="As for generate.")]
+DrafterName = Annotated[
+    str, typer.Option("--drafter", "-d", metavar="D", help="As for generate.", rich_help_panel=SPECULATION)
+]
+Repeats = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Of every prompt, with other seeds.", rich_help_panel=MEASURING)
+]
+Concurrency = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--concurrency",
+        "-c",
+        metavar="N",
+        min=1,
+        help="Requests at once. May be repeated. Default: 1.",
+        rich_help_panel=MEASURING,
+    ),
+]
+OutputFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also write FILE, in the format of its name: .json, .md or .html, for a map .svg too. May be repeated.",
+        rich_help_panel=REPORT,
+    ),
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", min=1, help="Tokens of KV memory. Default: the context, for everybody at once.",
+        rich_help_panel="Model",
+    ),
+]  # fmt: skip
 
 
 class ReportFormat(StrEnum):
@@ -217,65 +258,154 @@ class GuardOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Other engines that are compared."""
+
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=COMMAND",
+            help="Another engine: a command that speaks the protocol of docs/bench.md. May be repeated.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = None
+    peer_timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=1, help="For a peer's start and each job.", rich_help_panel=MEASURING),
+    ] = 600.0
+
+    def parsed(self, params: SamplingParams) -> list[tuple[str, list[str]]]:
+        """(name, argument list) of each. Raises InvalidParams where one is neither, or cannot do such sampling."""
+        from ..bench.peers import check_sampling, parse_peer
+
+        peers = [parse_peer(text) for text in self.peer or []]
+        if peers:
+            check_sampling(params)
+        return peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficOptions:
+    """How many readers come, how, and what they put up with."""
+
+    concurrency: Concurrency = None
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="R",
+            help="Requests a second, at random moments (an open loop), instead of so many at once. May be repeated.",
+            rich_help_panel=MEASURING,
+        ),
+    ] = None
+    requests: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Requests of each line.", rich_help_panel=MEASURING)
+    ] = 32
+    max_seqs: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="With --rate: requests that run at once.", rich_help_panel=MEASURING),
+    ] = MAX_SEQS
+    first_token_ms: Annotated[
+        float,
+        typer.Option(
+            metavar="MS", min=0, help="A good request has its first token by then.", rich_help_panel=MEASURING
+        ),
+    ] = 1000.0
+    per_token_ms: Annotated[
+        float,
+        typer.Option(
+            metavar="MS", min=0, help="And takes no longer than this for each further token.", rich_help_panel=MEASURING
+        ),
+    ] = 100.0
+
+    @property
+    def at_once(self) -> list[int]:
+        """Of closed loops."""
+        return distinct(self.concurrency) if self.concurrency or not self.rate else []
+
+    def traffics(self) -> list[Traffic]:
+        """Closed loops, then open ones. Raises InvalidParams for a rate that is none."""
+        from ..bench.load import Traffic
+
+        closed = [Traffic(self.requests, concurrency=n) for n in self.at_once]
+        return closed + [Traffic(self.requests, rate=each) for each in dict.fromkeys(self.rate or [])]
+
+    def limits(self) -> Limits:
+        """In seconds."""
+        from ..bench.load import Limits
+
+        return Limits(self.first_token_ms / 1e3, self.per_token_ms / 1e3)
+
+
+def distinct(values: list[int] | None) -> list[int]:
+    """Each once; 1 where nothing was given."""
+    return list(dict.fromkeys(values or [1]))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """Where the report goes."""
 
     output_format: Annotated[
         ReportFormat, typer.Option("--format", help="What goes to stdout.", rich_help_panel=REPORT)
     ] = ReportFormat.TEXT
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Also write FILE, in the format of its name: .json, .md or .html. May be repeated. The JSON holds "
-            "every run, and `paceline bench report` makes the others of it.",
-            rich_help_panel=REPORT,
-        ),
-    ] = None
+    output: OutputFiles = None
 
     def check(self) -> None:
         """Raise InvalidParams for a file that could not be written, before anything is measured."""
-        from ..bench.report import form_of
-
-        for path in self.output or []:
-            form_of(path)
+        self._files()
 
     def show(self, report: dict[str, Any]) -> None:
-        """Write the files, each whole or not at all, then stdout."""
-        from ..bench.report import form_of, render, write_whole
+        """See show_report."""
+        from ..bench.report import facts, notes, render
+        from ..bench.tables import tables
 
-        for path in self.output or []:
-            write_whole(path, render(report, form_of(path)))
-        if self.output_format is ReportFormat.TEXT:
-            _print_text(report)
-        elif self.output_format is ReportFormat.JSON:
-            print_json(report)
-        else:
-            sys.stdout.write(render(report, self.output_format.value))
-        for warning in report["warnings"]:
-            say_note(warning)
+        show_report(report, self.output_format, self._files(), render, facts, tables, notes)
+
+    def _files(self) -> dict[Path, str]:
+        from ..bench.report import form_of
+
+        return {path: form_of(path) for path in self.output or []}
 
 
-def _print_text(report: dict[str, Any]) -> None:
-    from ..bench.report import facts, notes
-    from ..bench.tables import tables
+def show_report(
+    report: dict[str, Any],
+    output_format: str,
+    files: Mapping[Path, str],
+    render: Callable[[dict[str, Any], str], str],
+    facts: Callable[[dict[str, Any]], Sequence[tuple[str, str]]],
+    tables: Callable[[dict[str, Any]], Sequence[ReportTable]],
+    notes: Callable[[dict[str, Any]], Sequence[str]],
+) -> None:
+    """Write the files (path -> form), each whole or not at all, then stdout: as text it is facts, tables and notes."""
+    from ..bench.report import write_whole
 
-    for name, words in facts(report):
+    for path, form in files.items():
+        write_whole(path, render(report, form))
+    if output_format == "text":
+        _print_text(facts(report), tables(report), notes(report))
+    elif output_format == "json":
+        print_json(report)
+    else:
+        sys.stdout.write(render(report, output_format))
+    for warning in report["warnings"]:
+        say_note(warning)
+
+
+def _print_text(facts: Sequence[tuple[str, str]], tables: Sequence[ReportTable], notes: Sequence[str]) -> None:
+    for name, words in facts:
         print(f"{name}: {words}")
-    for one in tables(report):
+    for one in tables:
         if one.detail:
             continue
         print(f"\n{one.title}")
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2))
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
         for i, name in enumerate(one.head):
             table.add_column(name, justify="right" if i else "left", overflow="fold")
         for row in one.rows:
             table.add_row(*row)
         print_table(table, sys.stdout)
     print()
-    for note in notes(report):
+    for note in notes:
         print(note)
 
 

@@ -127,14 +127,20 @@ def _facts(
     }
 
 
-def report_of(bench: Bench, kind: str, contenders: Sequence[Contender], **rest: Any) -> dict[str, Any]:
-    """A report with its head; rest: what the command found."""
+def report_of(
+    bench: Bench, kind: str, contenders: Sequence[Contender], *, stopped: str | None = None, **rest: Any
+) -> dict[str, Any]:
+    """A report with its head. stopped: why it does not hold all that was planned; rest: what the command found."""
+    from ..bench.report import unfinished
+
     return {
         **bench.facts,
         "kind": kind,
+        "complete": stopped is None,
+        "stopped": stopped,
         "guard": bench.guard.as_json(),
         "contenders": [contender.describe() for contender in contenders],
-        "warnings": [],
+        "warnings": unfinished({"stopped": stopped}),
         **rest,
     }
 
@@ -149,8 +155,3 @@ def settings_of(chosen: ContenderOptions) -> list[Setting]:
     if not found:
         raise InvalidParams("nothing is left to measure: --no-plain, --no-adaptive and no --draft-length")
     return found
-
-
-def distinct(values: list[int] | None) -> list[int]:
-    """Each once; 1 where nothing was given."""
-    return list(dict.fromkeys(values or [1]))

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..errors import InvalidParams, UnsupportedOption
-from .bench import Concurrency, KvTokens, Model
-from .bench_options import REPORT, GuardOptions, ReportFormat, WorkloadOptions, counting_bar
+from .bench_options import (
+    REPORT,
+    Concurrency,
+    DrafterName,
+    GuardOptions,
+    KvTokens,
+    Model,
+    OutputFiles,
+    ReportFormat,
+    WorkloadOptions,
+    counting_bar,
+    show_report,
+)
 from .bench_session import Bench, open_bench, report_of
-from .exits import Debug, say_note
+from .exits import Debug
 from .options import SPECULATION, BackendOptions, expand_options
-from .report import print_json, print_table
 
 if TYPE_CHECKING:
     from ..bench.runs import Contender
@@ -44,16 +51,7 @@ class MapFormat(StrEnum):
 class PlanOutputs:
     """Where a plan is also written."""
 
-    output: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="Also write FILE, in the format of its name: .json, .md, .html, and .svg for a map. May be repeated.",
-            rich_help_panel=REPORT,
-        ),
-    ] = None
+    output: OutputFiles = None
 
     def check(self, kind: str) -> None:
         """Raise InvalidParams for a file that could not be written, before anything is measured."""
@@ -63,42 +61,11 @@ class PlanOutputs:
             form_of(path, kind)
 
     def show(self, report: dict[str, Any], output_format: str) -> None:
-        """Write the files, each whole or not at all, then stdout."""
-        from ..bench.report import write_whole
-        from ..plan.report import form_of, render
+        """See show_report."""
+        from ..plan.report import facts, form_of, notes, render, tables
 
-        for path in self.output or []:
-            write_whole(path, render(report, form_of(path, report["kind"])))
-        if output_format == "text":
-            _print_text(report)
-        elif output_format == "json":
-            print_json(report)
-        else:
-            sys.stdout.write(render(report, output_format))
-        for warning in report["warnings"]:
-            say_note(warning)
-
-
-def _print_text(report: dict[str, Any]) -> None:
-    from ..plan.report import facts, statements, tables, verdicts
-
-    for name, words in facts(report):
-        print(f"{name}: {words}")
-    for one in tables(report):
-        if one.detail:
-            continue
-        print(f"\n{one.title}")
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-        for i, name in enumerate(one.head):
-            table.add_column(name, justify="right" if i else "left", overflow="fold")
-        for row in one.rows:
-            table.add_row(*row)
-        print_table(table, sys.stdout)
-    print()
-    for said in verdicts(report):
-        print(said)
-    for level, said in statements(report):
-        print(f"{level}: {said}")
+        files = {path: form_of(path, report["kind"]) for path in self.output or []}
+        show_report(report, output_format, files, render, facts, tables, notes)
 
 
 @plan_app.callback(invoke_without_command=True)
@@ -143,9 +110,7 @@ def plan_model(
     guard: GuardOptions,
     outputs: PlanOutputs,
     model: Model = "smollm2",
-    drafter: Annotated[
-        str, typer.Option("--drafter", "-d", metavar="D", help="As for generate.", rich_help_panel=SPECULATION)
-    ] = "auto",
+    drafter: DrafterName = "auto",
     draft_length: Annotated[
         list[int] | None,
         typer.Option(

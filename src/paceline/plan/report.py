@@ -10,7 +10,7 @@ from typing import Any
 
 from ..bench import report as bench_report
 from ..bench import svg
-from ..bench.report import STYLE, html_table, pipes
+from ..bench.report import html_table, markdown, page
 from ..bench.tables import Table
 from ..errors import InvalidParams
 from .drawing import surface_svg
@@ -92,6 +92,11 @@ def statements(report: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"context, all decoding. Marked ~: more than {most} at once, forwards wider than {costs['widths'][-1]} "
          f"tokens, or a context beyond {costs['contexts'][-1]}. Other prompts than these."),
     ]  # fmt: skip
+
+
+def notes(report: Mapping[str, Any]) -> list[str]:
+    """What stands behind the tables of a terminal: verdicts, then statements."""
+    return [*verdicts(report), *(f"{level}: {said}" for level, said in statements(report))]
 
 
 # --- tables -------------------------------------------------------------------------------------------
@@ -273,28 +278,14 @@ def _title(report: Report) -> str:
 
 
 def _markdown(report: Report) -> str:
-    parts = [f"# {_title(report)}", "", *(f"- {name}: {words}" for name, words in facts(report))]
-    parts += ["", *verdicts(report)]
-    for table in tables(report):
-        parts += ["", f"## {table.title}", "", pipes(table.head), "|---" * len(table.head) + "|"]
-        parts += [pipes(row) for row in table.rows]
-    parts += ["", "## What is what", "", *(f"- *{level}*: {said}" for level, said in statements(report))]
-    if report["warnings"]:
-        parts += ["", "## Warnings", "", *(f"- {warning}" for warning in report["warnings"])]
-    return "\n".join(parts) + "\n"
+    after = ["## What is what", "", *(f"- *{level}*: {said}" for level, said in statements(report))]
+    return markdown(_title(report), facts(report), verdicts(report), tables(report), after, report["warnings"])
 
 
 def _html(report: Report) -> str:
-    title = escape(_title(report))
-    parts = [f"<h1>{title}</h1>", "<dl>"]
-    parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts(report)]
-    parts += ["</dl>", *(f"<p><strong>{escape(said)}</strong></p>" for said in verdicts(report))]
+    parts = [f"<p><strong>{escape(said)}</strong></p>" for said in verdicts(report)]
     parts += [plot for plot in plots(report) if plot]
     parts += [html_table(table) for table in tables(report)]
     parts.append("<h2>What is what</h2>")
     parts += [f"<p><em>{level}</em>: {escape(said)}</p>" for level, said in statements(report)]
-    if report["warnings"]:
-        parts += ["<h2>Warnings</h2>", "<ul>", *(f"<li>{escape(w)}</li>" for w in report["warnings"]), "</ul>"]
-    head = f'<meta charset="utf-8"/><meta name="viewport" content="width=device-width"/><title>{title}</title>'
-    page = [f'<html lang="en"><head>{head}<style>{STYLE}</style></head>', "<body>", *parts, "</body></html>", ""]
-    return "\n".join(["<!DOCTYPE html>", *page])
+    return page(_title(report), facts(report), parts, report["warnings"])
