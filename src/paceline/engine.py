@@ -18,7 +18,7 @@ from time import perf_counter
 import numpy as np
 
 from .admission import admit_proposal, admit_request
-from .draft import DEFAULT_DRAFT_LENGTH, GuardedDrafter, NoDrafter
+from .draft import DEFAULT_DRAFT_LENGTH, AutoDrafter, GuardedDrafter, NoDrafter
 from .errors import BackendError, DrafterError, InvalidParams, InvariantError, PacelineError
 from .params import SamplingParams, integer
 from .rng import KeyedDraws
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         info = backend.info
         self.backend, self.drafter, self.make_draws = backend, GuardedDrafter(drafter), make_draws
-        self.stages = [GuardedDrafter(stage) for stage in getattr(drafter, "stages", (drafter,))]
+        self.stages = [GuardedDrafter(s) for s in (drafter.stages if isinstance(drafter, AutoDrafter) else (drafter,))]
         self.max_seqs = integer("max_seqs", info.max_slots if max_seqs is None else max_seqs, 1)
         self.controller = FixedLengths() if controller is None or draft_length is not None else controller
         most = DEFAULT_DRAFT_LENGTH if controller is None else MAX_DRAFTS
@@ -186,7 +186,7 @@ class Engine:
         # Before they are emitted, for the last chunk takes the books along; emitting is the next step's time.
         other_seconds = t1 - t0 + self._emit_seconds
         self.controller.observe_step(t3 - t2 - forward_seconds + other_seconds)
-        # Samples of one request share a step: its time is theirs once.
+        # Samples of one request share a step: its time is booked once, on the last that decodes, where one does.
         for w in {w.sequence.group: w for w in sorted(work, key=lambda w: w.turn.decode)}.values():
             stats = w.sequence.stats
             if w.turn.decode:

@@ -70,8 +70,8 @@ class Proposal:
 
     @property
     def num_guessed(self) -> int:
-        """Drafts that are not known to be forced."""
-        return len(self.tokens) - sum(size for source, size in self.sources if source == FORCED)
+        """Drafts that are not known to be forced. What was cut off is not counted, though sources still tell it."""
+        return max(0, len(self.tokens) - sum(size for source, size in self.sources if source == FORCED))
 
     @property
     def is_chain(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import EitherDrafter, LookupDrafter, ModelDrafter, NoDrafter
+from paceline.draft import AutoDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.errors import NoLegalToken, PacelineError
 from paceline.params import SamplingParams
@@ -76,9 +76,9 @@ class Scene:
             return branches(seed, step_start) if seed in (SUBJECT, OTHER) else KeyedDraws(seed, step_start)
 
         drafter = self.drafter(self, target)
-        if isinstance(drafter, EitherDrafter):  # the engine takes it apart, so its parts are wrapped
+        if isinstance(drafter, AutoDrafter):  # the engine takes it apart, so its parts are wrapped
             cheap, dear = (EveryDraftOfCoupled(stage, branches) for stage in drafter.stages)
-            return Engine(target, EitherDrafter(cheap, dear, drafter.name), make_draws=make_draws)
+            return Engine(target, AutoDrafter(cheap, dear, drafter.name), make_draws=make_draws)
         return Engine(target, EveryDraftOfCoupled(drafter, branches), make_draws=make_draws)
 
     def plain(self, ask: Ask) -> Law:

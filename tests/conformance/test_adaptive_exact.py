@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import EitherDrafter
+from paceline.draft import AutoDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.schedule import Candidate, Controller, CostTable
@@ -27,9 +27,9 @@ from .enumerator import Branches
 from .test_engine_exact import MATES, WAYS, constant
 
 
-def either(scene: Scene, target: ToyBackend) -> EitherDrafter:
+def either(scene: Scene, target: ToyBackend) -> AutoDrafter:
     """Lookup, or drafts that are drawn: which of the two hangs on the text and on what was kept before."""
-    return EitherDrafter(lookup(scene, target), sampling(scene, target), "auto:test")
+    return AutoDrafter(lookup(scene, target), sampling(scene, target), "auto:test")
 
 
 EITHER = {f"either, {rule}": (rule, either) for rule in ("rejection", "block", "coupled")}

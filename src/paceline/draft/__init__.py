@@ -1,6 +1,6 @@
 """Drafters: whatever guesses the next tokens."""
 
-from .either import EitherDrafter
+from .auto import AutoDrafter
 from .forced import ForcedDrafter
 from .guarded import GuardedDrafter
 from .lookup import LookupDrafter
@@ -11,8 +11,8 @@ from .vocabulary import check_same_vocabulary
 
 __all__ = [
     "DEFAULT_DRAFT_LENGTH",
+    "AutoDrafter",
     "DrafterSpec",
-    "EitherDrafter",
     "ForcedDrafter",
     "GuardedDrafter",
     "LookupDrafter",

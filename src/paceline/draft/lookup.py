@@ -19,7 +19,7 @@ from ..types import FORCED, DraftContext, Proposal
 __all__ = ["LookupDrafter"]
 
 LONGEST = 12
-"""Matches of this many tokens and of more are right about equally often."""
+"""Longer matches are not told apart (docs/decisions/0010-acceptance-by-match-length.md)."""
 
 
 class LookupDrafter:

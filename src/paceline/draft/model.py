@@ -31,7 +31,8 @@ class ModelDrafter:
     the proposal is a point. Drafts that are settled already (the context's `start`) come first, with a one-hot q;
     a proposal of nothing else is a point too, and costs nothing. One forward per draft depth serves all requests
     that still draft; whoever has spent its budget, drafted a token that ends it, or finds no legal one, drops out.
-    The draft model's row behind every draft is kept until the step is over: max_seqs x drafts x V logits at most.
+    The draft model's row behind every draft is kept until the step is over: at most max_seqs x drafts x V logits, in
+    the backend's dtype.
 
     KV memory: catch up, never patch. Each request has a slot and a list of what is cached there. A
     proposal first drops cached tokens that did not become the text, then forwards every committed token

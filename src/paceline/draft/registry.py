@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from ..errors import InvalidParams
 from ..types import FORCED, Backend, Drafter
-from .either import EitherDrafter
+from .auto import AutoDrafter
 from .forced import ForcedDrafter
 from .lookup import LookupDrafter
 from .model import ModelDrafter
@@ -33,11 +33,11 @@ NAMES = ("auto", "auto:NAME", "none", "lookup", "model:NAME", "forced", "forced+
 class DrafterSpec(NamedTuple):
     """A drafter's name, taken apart.
 
-    kind: "either" is lookup or the model, whichever promises more. argument: the model's name, where there is one.
+    kind: "auto" is lookup or the model, whichever promises more. argument: the model's name, where there is one.
     forced: whether what a grammar forces is drafted first.
     """
 
-    kind: Literal["none", "lookup", "model", "either"]
+    kind: Literal["none", "lookup", "model", "auto"]
     argument: str = ""
     forced: bool = False
 
@@ -58,11 +58,13 @@ def parse_drafter(spec: str) -> DrafterSpec:
     inner = name.removeprefix(f"{FORCED}+")
     forced = inner != name
     kind, colon, argument = inner.partition(":")
-    if kind == "model" or (colon and spec.startswith("auto:")):
-        if not argument:
-            example = spec.partition(":")[0]
-            raise InvalidParams(f"drafter = {spec!r} names no model; write {example}:NAME, as in {example}:smollm2")
-        return DrafterSpec("model", argument, forced) if kind == "model" else DrafterSpec("either", argument, True)
+    if (kind == "model" or spec.startswith("auto:")) and not argument:
+        example = spec.partition(":")[0]
+        raise InvalidParams(f"drafter = {spec!r} names no model; write {example}:NAME, as in {example}:smollm2")
+    if spec.startswith("auto:"):
+        return DrafterSpec("auto", argument, forced=True)
+    if kind == "model":
+        return DrafterSpec("model", argument, forced)
     if kind == "lookup" and not colon:
         return DrafterSpec("lookup", forced=forced)
     if kind == "none" and not colon and not forced:
@@ -93,9 +95,9 @@ def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backe
     Raises what parse_drafter, open_backend and ModelDrafter raise; a backend that was opened is closed again.
     """
     kind, model, forced = parse_drafter(spec)
-    if kind == "either":
+    if kind == "auto":
         dear = ForcedDrafter(_open("model", model, target, open_backend))
-        return EitherDrafter(ForcedDrafter(LookupDrafter()), dear, spec)
+        return AutoDrafter(ForcedDrafter(LookupDrafter()), dear, spec)
     inner = _open(kind, model, target, open_backend)
     return ForcedDrafter(inner) if forced else inner
 

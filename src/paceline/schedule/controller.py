@@ -19,7 +19,8 @@ CHEAP = 0.02  # share of a forward up to which drafting is as good as free
 RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
 FIRST = 4  # drafts of a drafter whose cost nobody knows yet
 PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time,
-PROBE_SHARE = 0.02  # as long as that is all that such attempts take of the forwards' time
+PROBE_SHARE = 0.02  # as long as that is all that such attempts take of the forwards' time,
+PROBE_MEMORY = 0.9999  # of which so much is left at the next forward
 HORIZON = 64  # steps that are to pay for what a drafter must read before its first draft
 WATCHED = 4  # proposals of one request whose tokens are compared with the text
 
@@ -117,7 +118,8 @@ class Controller(FixedLengths):
         self._per_depth: dict[str, float] = {}
         self._per_read: dict[str, float] = {}
         self._probing: dict[str, float] = {}
-        self._forwards = 0.0  # seconds of all forwards
+        self._probed: set[str] = set()  # in this step
+        self._forwards = 0.0  # seconds of forwards
         self._pool: dict[str, Acceptance] = {}
         self._standings: dict[int, _Standing] = {}
 
@@ -139,19 +141,10 @@ class Controller(FixedLengths):
         without, plan = self._allocate(have, others), self._allocate(asks, others)
         pays = plan.rate > MARGIN * without.rate
         drafts = [n if pays and one else 0 for n, one in zip(plan.drafts, better, strict=True)]
-        for i, candidate in enumerate(candidates):
-            if candidate.fixed:
-                drafts[i] = free[i]
-            elif self._is_due(drafter, candidate, drafts[i] or without.drafts[i]):
-                drafts[i] = 1
         if pays:
-            self._tell(
-                candidates,
-                asks,
-                plan,
-                [drafter if one else _names(c) for c, one in zip(candidates, better, strict=True)],
-            )
-        return drafts
+            self._tell(candidates, asks, plan, [drafter if one else None for one in better])
+        probes = self._probes(drafter, candidates, [a or b for a, b in zip(drafts, without.drafts, strict=True)])
+        return [n if c.fixed else d + p for c, n, d, p in zip(candidates, free, drafts, probes, strict=True)]
 
     def lengths(self, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """How many of the drafts to verify, now that they are there. What was sampled is verified whole."""
@@ -159,7 +152,7 @@ class Controller(FixedLengths):
             return [0] * len(candidates)
         asks = [self._drafted(candidate) for candidate in candidates]
         plan = self._allocate(asks, others)
-        self._tell(candidates, asks, plan, [_names(candidate) for candidate in candidates])
+        self._tell(candidates, asks, plan, [None] * len(asks))
         self._told = False
         # Whatever a drafter says of its sources: what was sampled, or asked for by number, is never cut.
         return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, plan.drafts, strict=True)]
@@ -167,7 +160,9 @@ class Controller(FixedLengths):
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of the target took `seconds`."""
         self.costs.observe(shares, seconds)
-        self._forwards += seconds
+        self._forwards = self._forwards * PROBE_MEMORY + seconds
+        for drafter in self._probing:
+            self._probing[drafter] *= PROBE_MEMORY
 
     def observe_drafting(
         self, drafter: str, candidates: Sequence[Candidate], budgets: Sequence[int], seconds: float
@@ -181,6 +176,9 @@ class Controller(FixedLengths):
         unread = sum(self._unread(drafter, candidate) for candidate in asked)
         for candidate in asked:
             self._standing(candidate.request_id).read[drafter] = candidate.share[1]
+        if drafter in self._probed:
+            self._probed.remove(drafter)
+            self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
         if depth and unread <= len(asked) * (MAX_DRAFTS + 1):
             self._per_step[drafter] = _learned(self._per_step.get(drafter, 0.0), seconds)
             self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
@@ -256,15 +254,21 @@ class Controller(FixedLengths):
         """Seconds of reading before `drafter` can draft for it."""
         return self._per_read.get(drafter, 0.0) * self._unread(drafter, candidate)
 
-    def _is_due(self, drafter: str, candidate: Candidate, drafts: int) -> bool:
-        """Whether `drafter` should be tried where so many are drafted, by it or by others."""
-        idle = self._standing(candidate.request_id).idle
-        idle[drafter] = 0 if drafts else idle.get(drafter, 0) + 1
-        spent = self._probing.get(drafter, 0.0) + self._to_read(drafter, candidate) + self._per_depth[drafter]
-        if idle[drafter] < PROBE_AFTER or not candidate.most or spent > PROBE_SHARE * self._forwards:
-            return False
-        idle[drafter], self._probing[drafter] = 0, spent
-        return True
+    def _probes(self, drafter: str, candidates: Sequence[Candidate], drafts: list[int]) -> list[int]:
+        """1 for each request for which `drafter` should be tried although it does not seem to pay, else 0.
+
+        drafts: how many each has, of it or of others; whoever has some is not probed, and begins to count anew.
+        """
+        probes = [0] * len(candidates)
+        left = PROBE_SHARE * self._forwards - self._probing.get(drafter, 0.0)
+        for i, candidate in enumerate(candidates):
+            idle = self._standing(candidate.request_id).idle
+            idle[drafter] = 0 if drafts[i] else idle.get(drafter, 0) + 1
+            cost = self._to_read(drafter, candidate) + self._per_depth[drafter]
+            if idle[drafter] >= PROBE_AFTER and cost <= left and candidate.most and not candidate.fixed:
+                idle[drafter], probes[i], left = 0, 1, left - cost
+                self._probed.add(drafter)
+        return probes
 
     def _drafted(self, candidate: Candidate) -> Ask:
         """Of drafts that are there."""
@@ -277,8 +281,11 @@ class Controller(FixedLengths):
     def _allocate(self, asks: list[Ask], others: Sequence[Share]) -> Plan:
         return allocate(asks, self.costs, others, self._rest)
 
-    def _tell(self, candidates: Sequence[Candidate], asks: list[Ask], plan: Plan, names: list[str]) -> None:
-        """The step's decision and its reasons, to whoever listens; once, where it is made in two parts the first."""
+    def _tell(self, candidates: Sequence[Candidate], asks: list[Ask], plan: Plan, drafters: list[str | None]) -> None:
+        """The step's decision and its reasons, to whoever listens; once, where it is made in two parts the first.
+
+        drafters: who is going to draft; None where somebody has.
+        """
         if self.listener is None or not candidates or self._told:
             return
         self._told = True
@@ -286,9 +293,10 @@ class Controller(FixedLengths):
             f"{sum(plan.drafts)} drafts: {_rate(plan.tokens, plan.seconds)}; without: "
             f"{_rate(plan.plain_tokens, plan.plain_seconds)}"
         ]
-        for candidate, ask, n, name in zip(candidates, asks, plan.drafts, names, strict=True):
+        for candidate, ask, n, drafter in zip(candidates, asks, plan.drafts, drafters, strict=True):
             chances = " ".join(f"{chance:.2f}" for chance in ask.chances) or "-"
-            lines.append(f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {name}, chances {chances}")
+            whose = drafter or _names(candidate)
+            lines.append(f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {whose}, chances {chances}")
         self.listener("\n".join(lines))
 
 

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from numpy.typing import NDArray
 
-from ..errors import PacelineError
+from ..errors import InvalidParams, PacelineError
 from ..types import DraftContext, Drafter, Proposal
 from .guarded import GuardedDrafter
 
-__all__ = ["EitherDrafter"]
+__all__ = ["AutoDrafter"]
 
 
-class EitherDrafter:
+class AutoDrafter:
     """`cheap` costs next to nothing and often has no draft; `dear` always has one, and it costs time.
 
-    An engine that decides draft lengths takes the two apart (`stages`): it asks `cheap`, and then `dear` for those
-    requests alone for which that promises more (schedule/controller.py). Called as one drafter, `dear` is asked
-    where `cheap` drafts nothing but what is forced. Either way the choice hangs on the committed text and on earlier
+    The engine takes the two apart (`stages`): it asks `cheap`, and then `dear` for those requests alone for which that
+    promises more (schedule/controller.py). Whoever else calls it gets what `dear` drafts where `cheap` has nothing but
+    what is forced. Proposals of `cheap` must be points: so the choice hangs on the committed text and on earlier
     steps, never on a draft that was drawn.
+
+    Raises InvalidParams where both have one name: acceptance is kept by name.
     """
 
     def __init__(self, cheap: Drafter, dear: Drafter, name: str) -> None:
+        if cheap.name == dear.name:
+            raise InvalidParams(
+                f"two drafters named {cheap.name!r}; acceptance is kept by name, so give them two names"
+            )
         self.stages = (cheap, dear)
         self.name = name
 
@@ -31,7 +38,7 @@ class EitherDrafter:
         """Up to budgets[i] drafts for contexts[i]."""
         cheap, dear = (GuardedDrafter(stage) for stage in self.stages)
         answers = cheap.propose(contexts, budgets)
-        asked = [i for i, answer in enumerate(answers) if isinstance(answer, Proposal) and answer.num_guessed <= 0]
+        asked = [i for i, answer in enumerate(answers) if isinstance(answer, Proposal) and not answer.num_guessed]
         drafted = dear.propose([contexts[i] for i in asked], [budgets[i] for i in asked]) if asked else []
         for i, answer in zip(asked, drafted, strict=True):
             answers[i] = answer
@@ -44,19 +51,15 @@ class EitherDrafter:
 
     def release(self, request_id: int) -> None:
         """Tell both that a request is over, the second even where the first fails."""
-        cheap, dear = self.stages
-        try:
-            cheap.release(request_id)
-        finally:
-            dear.release(request_id)
+        with ExitStack() as both:
+            for stage in reversed(self.stages):
+                both.callback(stage.release, request_id)
 
     def close(self) -> None:
         """Close both."""
-        cheap, dear = self.stages
-        try:
-            cheap.close()
-        finally:
-            dear.close()
+        with ExitStack() as both:
+            for stage in reversed(self.stages):
+                both.callback(stage.close)
 
     def check(self, contexts: Sequence[DraftContext] = ()) -> None:
         """Raise what the check() of either raises, where it has one."""

@@ -9,7 +9,7 @@ import pytest
 
 from paceline import LLM, SamplingParams
 from paceline.backend.toy import ToyBackend
-from paceline.draft import EitherDrafter, ForcedDrafter, LookupDrafter, ModelDrafter, open_drafter, parse_drafter
+from paceline.draft import AutoDrafter, ForcedDrafter, LookupDrafter, ModelDrafter, open_drafter, parse_drafter
 from paceline.engine import Engine
 from paceline.errors import BackendError, DrafterError, InvalidParams
 from paceline.schedule import Controller, CostTable
@@ -21,10 +21,11 @@ from .test_forced import Inner
 FREE = CostTable([1, 999], [0], [[1.0, 1.1]])
 
 
-def either(cheap: Sequence[Any], dear: Sequence[Any]) -> EitherDrafter:
+def either(cheap: Sequence[Any], dear: Sequence[Any]) -> AutoDrafter:
     """Two drafters that give request i the i-th answer."""
-    stages = (Inner(lambda c, k, answers=answers: answers[c.request_id]) for answers in (cheap, dear))  # type: ignore[misc]
-    return EitherDrafter(*stages, "auto:inner")
+    stages = [Inner(lambda c, k, answers=answers: answers[c.request_id]) for answers in (cheap, dear)]  # type: ignore[misc]
+    stages[1].name = "dear"
+    return AutoDrafter(*stages, "auto:inner")
 
 
 def test_the_dear_one_is_asked_where_the_cheap_one_has_nothing() -> None:
@@ -36,6 +37,11 @@ def test_the_dear_one_is_asked_where_the_cheap_one_has_nothing() -> None:
     answers = drafter.propose([context_of([1], i) for i in range(5)], [3] * 5)
     assert [getattr(a, "tokens", a) for a in answers] == [(1,), (7, 1), (7, 2), broken, None]
     assert [c.request_id for c, _ in drafter.stages[1].asked] == [1, 2]  # type: ignore[attr-defined]
+
+
+def test_two_of_one_name_are_refused() -> None:
+    with pytest.raises(InvalidParams, match="two drafters named 'lookup'"):
+        AutoDrafter(LookupDrafter(), LookupDrafter(), "auto:lookup")
 
 
 def test_nobody_is_asked_for_nothing() -> None:
@@ -69,14 +75,14 @@ def test_the_second_is_told_even_where_the_first_fails(what: str) -> None:
 
 
 def test_its_name() -> None:
-    assert parse_drafter("auto:smollm2:q4_0") == ("either", "smollm2:q4_0", True)
+    assert parse_drafter("auto:smollm2:q4_0") == ("auto", "smollm2:q4_0", True)
     with pytest.raises(InvalidParams, match="names no model; write auto:NAME, as in auto:smollm2"):
         parse_drafter("auto:")
     for wrong in ("forced+auto:x", "forced+auto", "Auto:x"):
         with pytest.raises(InvalidParams, match="allowed"):
             parse_drafter(wrong)
     drafter = open_drafter("auto:same", ToyBackend(), lambda name: ToyBackend())
-    assert isinstance(drafter, EitherDrafter)
+    assert isinstance(drafter, AutoDrafter)
     cheap, dear = drafter.stages
     assert isinstance(cheap, ForcedDrafter) and isinstance(dear, ForcedDrafter)  # noqa: PT018
     assert isinstance(cheap.inner, LookupDrafter)
@@ -116,7 +122,7 @@ class Count(ModelDrafter):
 def run(controller: Controller | None, **options: Any) -> tuple[list[RequestOutput], Count]:
     target = ToyBackend(12, seed=3, max_len=96, max_seqs=4)
     dear = Count(target)
-    engine = Engine(target, EitherDrafter(Moody({1}), dear, "auto:twin"), controller=controller, **options)
+    engine = Engine(target, AutoDrafter(Moody({1}), dear, "auto:twin"), controller=controller, **options)
     params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
     ids = [engine.add([1, 2, 3, 1, 2, 3, 1, 2], params) for _ in range(2)]
     done: dict[int, RequestOutput] = {}
@@ -146,7 +152,7 @@ def test_a_dear_one_without_drafts_leaves_those_of_the_cheap_one() -> None:
     cheap.name, dear.name = "cheap", "dear"
     controller._per_step = {"cheap": 0.0, "dear": 1.0}
     controller._per_depth = {"cheap": 0.0, "dear": 1e-9}
-    engine = Engine(target, EitherDrafter(cheap, dear, "auto:dear"), controller=controller)
+    engine = Engine(target, AutoDrafter(cheap, dear, "auto:dear"), controller=controller)
     for _ in range(50):  # the cheap one is always wrong, the dear one is believed to be right half the time
         controller._estimate(controller._standing(0), "cheap").observe(0, kept=False)
     engine.add([1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0))
