@@ -56,6 +56,10 @@ def test_a_category_counts_once_everybody_had_a_turn() -> None:
     gone = [run("plain", 1.0), run("peer", 0.0, results=(), error="gone"), run("plain", 1.0, category="b")]
     named = [(c.category, c.error) for c in Comparison(gone, ["plain", "peer"], "plain").cells if c.contender == "peer"]
     assert named == [("a", "gone"), ("b", "no runs"), (MEAN, "gone")]
+    refused = [run("plain", 1.0, temperature=1.0), run("peer", 0.0, results=(), error="no", temperature=1.0)]
+    refused += [run("plain", 1.0), run("peer", 1.0), run("plain", 1.0, category="b")]  # and then Ctrl-C
+    found = [(c.temperature, c.category) for c in Comparison(refused, ["plain", "peer"], "plain").cells]
+    assert found == [(1.0, "a")] * 2 + [(0.0, "a")] * 2
 
 
 def test_an_answer_without_tokens_counts_nowhere() -> None:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-from argparse import Namespace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,9 @@ def grid() -> Any:
     return module
 
 
-def asked(**options: Any) -> Namespace:
-    known = {"into": Path("x"), "prompts": Path("q.jsonl"), "only": None, "model": None, "peer": [], "options": []}
-    sizes = {"limit": [3, 12, 48], "max_tokens": 48, "max_prompt_tokens": 800, "repeats": 1, "minutes": 60.0}
-    return Namespace(**{**known, **sizes, **options})
+def parts_of(grid: Any, *words: str) -> list[tuple[Path, list[str]]]:
+    """(JSON file, command) of each part that these words of a command line ask for."""
+    return list(grid.jobs(grid.read_options(["--into", "x", "--prompts", "q.jsonl", *words])))
 
 
 def after(command: list[str], option: str) -> list[str]:
@@ -44,7 +42,7 @@ def after(command: list[str], option: str) -> list[str]:
 
 def test_every_part_is_run_what_matters_first(grid: Any) -> None:
     """Catches a model, a number at once or a temperature that is left out, and fixed lengths where none are wanted."""
-    parts = list(grid.jobs(asked()))
+    parts = parts_of(grid)
     assert len({file for file, _ in parts}) == len(parts) == 12
     assert [file.stem[-3:] for file, _ in parts] == ["c01"] * 4 + ["c16"] * 4 + ["c04"] * 4
     with_fixed = [file.stem for file, command in parts if "-k" in command]
@@ -54,19 +52,42 @@ def test_every_part_is_run_what_matters_first(grid: Any) -> None:
         assert ("--compile" in command) == ("-hf-" in file.stem)
         assert (after(command, "-c"), after(command, "--limit")) in ((["1"], ["3"]), (["4"], ["12"]), (["16"], ["48"]))
         assert after(command, "-o") == [str(file)]
+        assert after(command, "--prompts") == ["q.jsonl", str(SCRIPT.parent / "prompts" / "code_edit.jsonl")]
+        assert (after(command, "--max-tokens"), after(command, "--max-prompt-tokens")) == (["48"], ["800"])
+    models = [after(command, "-m")[-1].removeprefix("smollm2:") for _, command in parts[:4]]
+    assert models == ["bf16", "bf16", "q4_0", "q4_1"]
     assert after(parts[0][1], "-k") == ["1", "2", "4", "8", "16"]
 
 
 def test_parts_can_be_chosen_and_peers_added(grid: Any) -> None:
     """Catches an option that is not passed on."""
-    only = list(grid.jobs(asked(only=["q4_0-llamacpp-c04", "hf"], options=["--guard-wait", "9"])))
+    only = parts_of(grid, "--only", "q4_0-llamacpp-c04", "hf", "--", "--guard-wait", "9", "--threads", "2")
     assert [file.stem for file, _ in only] == [
         *("smollm2-bf16-hf-c01", "smollm2-bf16-hf-c16", "smollm2-bf16-hf-c04", "smollm2-q4_0-llamacpp-c04")
     ]
-    assert all(after(command, "--guard-wait") == ["9"] for _, command in only)
-    peers = list(grid.jobs(asked(model=["smollm2:bf16@hf"], peer=["a=one", "b=two"])))
+    assert all((after(c, "--guard-wait"), after(c, "--threads")) == (["9"], ["2"]) for _, c in only)
+    named = ["--model", "smollm2:bf16@hf", "--peer", "a=one two", "--peer", "b=three"]
+    peers = parts_of(grid, *named, "--at-once", "1", "--at-once", "16")
     assert [after(command, "-c") for _, command in peers] == [["1"], ["16"]]
-    assert all(after(command, "--peer") == ["a=one", "b=two"] and "-k" not in command for _, command in peers)
+    assert all(after(command, "--peer") == ["a=one two", "b=three"] and "-k" not in command for _, command in peers)
+    assert [after(command, "-c") for _, command in parts_of(grid, *named)] == [["1"]]
+    assert [after(command, "-c") for _, command in parts_of(grid, "--at-once", "4")] == [["4"]] * 4
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--prompts", "q.jsonl", "--peer", "a=one"], "--peer without --model"),
+        ([], "--prompts FILE, or --report"),
+        (["--prompts", "q.jsonl", "--at-once", "3"], "choose from"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(grid: Any, capsys: Any, words: list[str], said: str) -> None:
+    """Catches a peer that is compared with models it does not run, and an hour that begins without prompts."""
+    with pytest.raises(SystemExit) as ended:
+        grid.read_options(["--into", "x", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def report(
@@ -80,7 +101,7 @@ def report(
             for name, each in seconds.items():
                 runs.append(run(name, each * slow * (wobble if name == "plain" else 1), category=category, unit=unit))
     head = {
-        "schema": SCHEMA, "kind": "compare", "baseline": "plain", "complete": True, "stopped": None,
+        "schema": SCHEMA, "kind": "compare", "baseline": "plain", "stopped": None,
         "model": {"name": "smollm2:bf16", "backend": "hf"}, "workload": {"concurrencies": [1]},
         "contenders": [{"name": name, "peer": name in peers} for name in seconds],
         "runs": [one.as_json() for one in runs],
@@ -109,7 +130,7 @@ def test_a_cell_fails_by_the_upper_end_of_its_interval(grid: Any) -> None:
 
 def test_what_is_doubtful_is_marked(grid: Any) -> None:
     """Catches a failure that other load made, a single run that counts as sure, and half a measurement as a whole."""
-    doubtful = report({"plain": 1.0, "adaptive": 1.25}, stopped="interrupted after 3 of 9 runs", complete=False)
+    doubtful = report({"plain": 1.0, "adaptive": 1.25}, stopped="interrupted after 3 of 9 runs")
     runs = [Run.from_json(r) for r in doubtful["runs"]]
     loud = [r.as_json() for r in runs if r.unit == 0 and r.category == "qa" and r.contender == "plain"]
     loud += [{**r, "contender": "adaptive", "load": vars_of(loaded())} for r in loud]
@@ -158,14 +179,16 @@ def test_from_prompts_to_tables_on_a_toy(tmp_path: Path) -> None:
     sizes = ["--max-tokens", "4", "--max-prompt-tokens", "60", "--repeats", "1", "--limit", "3", "8", "16"]
     words = [sys.executable, str(SCRIPT), "--into", str(folder), "--prompts", str(prompts), "--model", "toy@auto"]
 
-    def made(*options: str) -> tuple[str, str]:
-        done = subprocess.run(
-            [*words, *sizes, *options, "--", "--no-guard"], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stderr
+    def made(*options: str, behind: tuple[str, ...] = (), status: int = 0) -> tuple[str, str]:
+        command = [*words, *sizes, *options, "--", "--no-guard", *behind]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == status, done.stderr
         return done.stdout, done.stderr
 
     assert "toy-auto-c01: left out, the time is over" in made("--minutes", "0", "--only", "c01")[1]
+    failed = made("--only", "c01", behind=("--threads", "2"), status=1)[1]
+    assert "--threads 2 is not an option of a toy" in failed
+    assert "toy-auto-c01 ended with status 2" in failed
     text, progress = made("--only", "c01", "c04")
     assert "[1/2, 0.0 min] toy-auto-c01: measuring" in progress
     found = rows(text)
@@ -175,3 +198,8 @@ def test_from_prompts_to_tables_on_a_toy(tmp_path: Path) -> None:
     again, progress = made("--only", "c01", "c04")
     assert again == text
     assert progress.count("is there") == 2
+    file = folder / "toy-auto-c01.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "stopped": "interrupted after 3 of 9 runs"}))
+    text, progress = made("--only", "c01", "c04")
+    assert (progress.count("measuring"), progress.count("is there")) == (1, 1)
+    assert "interrupted" not in text

@@ -42,7 +42,6 @@ def a_report() -> dict[str, Any]:
             "files": ["x"], "prompts": {"qa": 3}, "left_out": {"rag": 2}, "template": True, "repeats": 1,
             "concurrencies": [1], "sampling": {"temperature": "0 and 1"},
         },
-        "complete": True,
         "stopped": None,
         "guard": {"on": False, "why_off": "switched off", "limit_cpus": 0.15, "waited_seconds": 0.0, "reruns": 0},
         "contenders": [{"name": name, "peer": name.startswith("a"), "engine": "e & f"} for name in NAMES],
@@ -104,7 +103,6 @@ def test_the_schema_is_what_others_rely_on() -> None:
         *(
             "schema",
             "kind",
-            "complete",
             "stopped",
             "machine",
             "model",
@@ -163,9 +161,9 @@ def test_a_report_is_read_back_and_turned_to_another_baseline(tmp_path: Path) ->
 
 def test_an_unfinished_report_says_so_for_good(tmp_path: Path) -> None:
     """Catches a warning that is lost when the report is shown again, and old reports that are refused."""
-    report = compared({**a_report(), "complete": False, "stopped": "interrupted after 36 of 99 runs"})
+    report = compared({**a_report(), "stopped": "interrupted after 36 of 99 runs"})
     assert compared(report, "K = 4")["warnings"][0] == "unfinished: interrupted after 36 of 99 runs"
-    old = {key: value for key, value in a_report().items() if key not in ("complete", "stopped")}
+    old = {key: value for key, value in a_report().items() if key != "stopped"}
     assert compared(old)["warnings"] == a_report()["warnings"]
 
 

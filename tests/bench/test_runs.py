@@ -10,7 +10,7 @@ import pytest
 from paceline.backend.toy import ToyBackend
 from paceline.bench.guard import Guard
 from paceline.bench.prompts import Question
-from paceline.bench.runs import Ask, Run, Workload, measure, tokenised, units
+from paceline.bench.runs import Ask, RefusedError, Run, Workload, measure, tokenised, units
 from paceline.bench.target import Own, Setting, Target, open_target, settings
 from paceline.draft import LookupDrafter
 from paceline.errors import InvalidInput, InvalidParams, UnsupportedOption
@@ -91,6 +91,17 @@ def test_a_peer_that_fails_leaves_the_others_going() -> None:
     assert [r.error for r in runs if r.contender == "peer"] == [None, "peer peer fell over"]
     cold = measure([FakeContender("peer", [], fails_at=1)], workload(), prompts(a=2), OFF, silent).made
     assert [(r.error, r.results) for r in cold] == [("peer peer fell over", ())]
+
+
+def test_a_peer_that_refuses_is_asked_again_where_something_else_is_asked() -> None:
+    """Catches a refusal of one temperature that ends a peer for good, and one that is asked for again and again."""
+    log: Log = []
+    refuses = FakeContender("peer", log, fails_at=1, error=RefusedError("greedy only"))
+    work = workload(temperatures=(1.0, 0.0), repeats=2)
+    runs = measure([FakeContender("plain", log), refuses], work, prompts(a=3), OFF, silent).made
+    mine = [(r.temperature, r.error) for r in runs if r.contender == "peer"]
+    assert mine == [(1.0, "greedy only"), *[(0.0, None)] * 6]
+    assert Counter(r.contender for r in runs) == {"plain": 12, "peer": 7}
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("decode failed")])
@@ -184,6 +195,7 @@ def test_one_llm_serves_a_setting_for_good() -> None:
     target = Target(backend, {"lookup": LookupDrafter()})
     assert target.llm("lookup", 1) is target.llm("lookup", 1)
     assert target.llm("lookup", 4) is not target.llm("lookup", 1)
+    assert target.llm("lookup", 1, "K = 4") is not target.llm("lookup", 1, "adaptive"), "one learns from the other"
     with pytest.raises(InvalidParams, match="9 requests at once; allowed: at most 4"):
         target.llm("none", 9)
     target.close()

@@ -104,6 +104,44 @@ def test_a_peer_that_dies_is_a_warning(prompts: str) -> None:
     assert {c["tokens"] for c in report["cells"] if c["contender"] == "plain"} == {24, 12, 36}
 
 
+GREEDY_PEER = """
+import json, sys
+def say(**message): print(json.dumps(message), flush=True)
+sys.stdin.readline()
+say(type="ready", protocol=1, engine="greedy 1.0")
+for line in sys.stdin:
+    job = json.loads(line)
+    if job["type"] == "close":
+        break
+    if job["requests"][0]["temperature"]:
+        say(type="error", message="greedy only", REFUSAL)
+    else:
+        results = [{"id": r["id"], "tokens": 2, "text": "ab", "finish_reason": "length"} for r in job["requests"]]
+        say(type="result", job=job["job"], seconds=0.001, results=results)
+"""
+
+
+@pytest.mark.parametrize(
+    "refusal, goes_on",
+    [("refused=True, job=job['job']", True), ("job=job['job']", False), ("refused=True, job=99", False)],
+)
+def test_a_peer_that_refuses_one_temperature_is_measured_at_the_next(
+    prompts: str, tmp_path: Path, refusal: str, goes_on: bool
+) -> None:
+    """Catches cells that are never measured because of an earlier option, and a peer kept that is out of step."""
+    script = tmp_path / "peer.py"
+    script.write_text(GREEDY_PEER.replace("REFUSAL", refusal))
+    options = ["--temperature", "1", "--temperature", "0", "--no-adaptive", "--peer", f"g={sys.executable} {script}"]
+    report = bench("compare", prompts, *options)
+    runs = [(r["temperature"], r["error"]) for r in report["runs"] if r["contender"] == "g"]
+    assert runs == [(1.0, "peer g says: greedy only"), *([(0.0, None)] * 3 if goes_on else [])]
+    cells = {(c["temperature"], c["category"]): c for c in report["cells"] if c["contender"] == "g"}
+    assert (cells[0.0, "mean"]["tokens"], cells[0.0, "mean"]["error"]) == ((6, None) if goes_on else (0, "no runs"))
+    assert cells[1.0, "a"]["error"] == "peer g says: greedy only"
+    plain = [c["runs"] for c in report["cells"] if c["contender"] == "plain"]
+    assert plain == [2, 1, 3, 2, 1, 3]
+
+
 def test_step_shows_every_stage(prompts: str) -> None:
     """Catches a stage, a drafter or a draft length that is left out."""
     report = bench("step", prompts, "-d", "lookup", "-d", "model:toy", "-k", "2", "--repeats", "1", "--top-p", "0.9")
@@ -197,6 +235,15 @@ def test_help_says_what_the_commands_do() -> None:
         assert name in result.stdout
 
 
+@pytest.mark.parametrize("command", [["bench", "compare"], ["bench", "report"], ["plan", "map"]])
+def test_help_names_the_formats_that_there_are(command: list[str]) -> None:
+    """Catches a format in the help that the command refuses, and a reader who is not told what the JSON is for."""
+    said = " ".join(paceline(*command, "--help").stdout.replace("│", " ").split())
+    assert ".json, .md or .html" in said
+    assert (".svg" in said) == (command[0] == "plan")
+    assert ("makes the others of it" in said) == (command[0] == "bench")
+
+
 def stops_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) -> None:
     """Let the measured run with this number (warm-ups do not count) raise the error, in whatever command."""
     import paceline.bench.guard as module
@@ -231,10 +278,11 @@ def test_what_was_measured_is_kept(
     few = ["--requests", "2", "-c", "1", "-c", "2"] if command == "load" else ["--repeats", "1"]
     result = paceline("bench", command, *TOY, "--prompts", prompts, *few, *outputs)
     assert result.exit_code == status
-    said = "unfinished: " + said.format({"run": 3, "compare": 6, "step": 6, "load": 4}[command])
+    stopped = said.format({"run": 3, "compare": 6, "step": 6, "load": 4}[command])
+    said = f"unfinished: {stopped}"
     assert f"paceline: note: {said}" in result.stderr
     report = json.loads(files[0].read_text())
-    assert (report["complete"], report["warnings"]) == (False, [said])
+    assert (report["stopped"], report["warnings"]) == (stopped, [said])
     assert len(report["loads" if command == "load" else "runs"]) == 2
     assert all(said in file.read_text() for file in files[1:])
     again = paceline("bench", "report", str(files[0]), "--format", "markdown")
@@ -280,7 +328,7 @@ def test_an_interrupt_ends_everything_and_leaves_whole_files(prompts: str, tmp_p
         assert process.wait(60) == 130
     assert sorted(path.name for path in folder.iterdir()) == ["r.html", "r.json"]
     report = json.loads((folder / "r.json").read_text())
-    assert not report["complete"]
+    assert report["stopped"].startswith("interrupted after ")
     assert report["cells"][0]["runs"] >= 2
     assert (folder / "r.html").read_text().rstrip().endswith("</html>")
     with pytest.raises(ProcessLookupError):

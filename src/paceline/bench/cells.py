@@ -75,7 +75,10 @@ class Comparison:
         """Those in which everybody had a turn: all, but for the one in which a measurement was interrupted."""
         key = (temperature, concurrency)
         known = _ordered((r.category, r.contender) for r in self.runs if (r.temperature, r.concurrency) == key)
-        due = set(self.contenders) - {r.contender for r in self.runs if r.error}
+        # A peer that failed has no run behind its error; one that refused may have some, at other temperatures.
+        last = {r.contender: r for r in self.runs}
+        ended = [r for r in self.runs if r.error and (r is last[r.contender] or (r.temperature, r.concurrency) == key)]
+        due = set(self.contenders) - {r.contender for r in ended}
         return [c for c in _ordered(category for category, _ in known) if all((c, name) in known for name in due)]
 
     def _row(self, temperature: float, concurrency: int, categories: Sequence[str], contender: str) -> None:

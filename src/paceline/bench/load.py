@@ -20,8 +20,7 @@ from ..errors import InvalidParams
 from ..types import SpeculationStats, StreamChunk
 from .guard import Guard, Load
 from .intervals import percentile
-from .prompts import Question
-from .runs import Ask, Measured, Prompts, Report, Workload, kept
+from .runs import Ask, Measured, Prompt, Prompts, Report, Workload, kept, rotated
 from .target import Setting, Target, emitted_tokens
 
 SHARES = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
@@ -140,8 +139,7 @@ def measure_load(
         for i, traffic in enumerate(traffics):
             asks = _asks(prompts, workload, traffic.requests)
             for temperature in workload.temperatures:
-                first = i % len(settings)
-                for setting in [*settings[first:], *settings[:first]]:
+                for setting in rotated(settings, i):
                     report(f"{setting.name}, temperature {temperature:g}, {traffic}", done, total)
                     done += 1
                     mine = [_as(ask, temperature, setting) for ask in asks]
@@ -160,7 +158,7 @@ def _asks(prompts: Prompts, workload: Workload, count: int) -> list[Ask]:
     """A prompt of each category in turn, over and over, each with a seed of its own."""
     columns = list(prompts.groups.values())
     longest = max(map(len, columns))
-    mixed: list[tuple[Question, tuple[int, ...]]] = [c[i] for i in range(longest) for c in columns if i < len(c)]
+    mixed: list[Prompt] = [c[i] for i in range(longest) for c in columns if i < len(c)]
     chosen = [mixed[i % len(mixed)] for i in range(count)]
     return [Ask(q, ids, replace(workload.params, seed=workload.seed + i)) for i, (q, ids) in enumerate(chosen)]
 

@@ -4,7 +4,7 @@ we:    {"type": "open", "protocol": 1, "model", "max_len", "max_seqs", "max_step
 peer:  {"type": "ready", "protocol": 1, "engine": "name and version", ...}        anything else is shown in reports
 we:    {"type": "job", "job": 1, "concurrency": 1, "requests": [{"id", "prompt_token_ids", "max_tokens", ...}]}
 peer:  {"type": "result", "job": 1, "seconds": 1.5, "results": [{"id", "tokens", "text", "finish_reason", ...}]}
-  or:  {"type": "error", "job": 1, "message": "why"}
+  or:  {"type": "error", "job": 1, "message": "why"}                              with "refused": true, it goes on
 we:    {"type": "close"}, and the end of its stdin
 """
 
@@ -28,7 +28,7 @@ from typing import IO, Any, Self
 from ..errors import InvalidParams
 from ..params import SamplingParams
 from ..types import SpeculationStats
-from .runs import Ask, PeerError, Result
+from .runs import Ask, PeerError, RefusedError, Result
 
 PROTOCOL = 1
 CLOSE_SECONDS = 10.0
@@ -67,7 +67,8 @@ def parse_peer(text: str) -> tuple[str, list[str]]:
 
 
 class Peer:
-    """A contender in another process. Raises PeerError for whatever goes wrong with it; then it is closed.
+    """A contender in another process. Raises PeerError for whatever goes wrong with it; then it is closed. A job that
+    it refuses is a RefusedError, and it stays open.
 
     seconds: how long it may take to start, and to answer one job.
     """
@@ -117,6 +118,8 @@ class Peer:
             answer = self._receive("result")
             passed = perf_counter() - start
             return self._checked(answer, asks, passed)
+        except RefusedError:
+            raise
         except PeerError:
             self.close()
             raise
@@ -204,7 +207,10 @@ class Peer:
                 f"wrote {line.strip()[:200]!r}, which is no JSON; its stdout is for the protocol"
             ) from None
         if isinstance(message, dict) and message.get("type") == "error":
-            raise self._error(f"says: {message.get('message')}")
+            said = f"says: {message.get('message')}"
+            if message.get("refused") is True and kind == "result" and message.get("job") == self._job:
+                raise RefusedError(f"peer {self.name} {said}")
+            raise self._error(said)
         if not isinstance(message, dict) or message.get("type") != kind:
             raise self._error(f"wrote {line.strip()[:200]!r} where {kind!r} was due")
         return message

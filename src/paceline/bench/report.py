@@ -14,7 +14,8 @@ from typing import Any
 from ..errors import InvalidInput, InvalidParams
 from .cells import Comparison
 from .runs import Run
-from .tables import Table, plots, tables
+from .tables import Table, plots
+from .tables import tables as tables  # part of what a command shows, beside facts and notes
 
 SCHEMA = "paceline-bench/1"
 KINDS = {"run": "One configuration", "compare": "Comparison", "step": "Where a step's time goes", "load": "Under load"}
@@ -40,13 +41,12 @@ def compared(report: Mapping[str, Any], baseline: str | None = None) -> dict[str
     made = Comparison([Run.from_json(run) for run in report["runs"]], names, chosen)
     kept = {key: value for key, value in report.items() if key not in ("cells", "warnings", "baseline", "runs")}
     cells = [cell.as_json() for cell in made.cells]
-    warnings = [*unfinished(report), *made.warnings]
+    warnings = [*unfinished(report.get("stopped")), *made.warnings]  # reports of older versions do not say
     return {**kept, "baseline": chosen, "cells": cells, "warnings": warnings, "runs": report["runs"]}
 
 
-def unfinished(report: Mapping[str, Any]) -> list[str]:
-    """The warning of a report that does not hold all that was planned."""
-    stopped = report.get("stopped")  # reports of older versions were all complete
+def unfinished(stopped: str | None) -> list[str]:
+    """The warning of a report that does not hold all that was planned; stopped: why, None where it does."""
     return [f"unfinished: {stopped}"] if stopped else []
 
 
@@ -131,19 +131,19 @@ def _markdown(report: dict[str, Any]) -> str:
 
 def markdown(
     title: str,
-    known: Sequence[tuple[str, str]],
-    before: Sequence[str],
-    found: Sequence[Table],
-    after: Sequence[str],
+    facts: Sequence[tuple[str, str]],
+    verdicts: Sequence[str],
+    tables: Sequence[Table],
+    notes: Sequence[str],
     warnings: Sequence[str],
 ) -> str:
-    """A report as Markdown: facts, lines, tables, lines, warnings."""
-    parts = [f"# {title}", "", *(f"- {name}: {words}" for name, words in known)]
-    parts += ["", *before] if before else []
-    for table in found:
+    """A report as Markdown, in that order; verdicts and notes are lines of it as they stand."""
+    parts = [f"# {title}", "", *(f"- {name}: {words}" for name, words in facts)]
+    parts += ["", *verdicts] if verdicts else []
+    for table in tables:
         parts += ["", f"## {table.title}", "", pipes(table.head), "|---" * len(table.head) + "|"]
         parts += [pipes(row) for row in table.rows]
-    parts += ["", *after]
+    parts += ["", *notes]
     if warnings:
         parts += ["", "## Warnings", "", *(f"- {warning}" for warning in warnings)]
     return "\n".join(parts) + "\n"
@@ -160,10 +160,10 @@ def _html(report: dict[str, Any]) -> str:
     return page(_title(report), facts(report), parts, report["warnings"])
 
 
-def page(title: str, known: Sequence[tuple[str, str]], body: Sequence[str], warnings: Sequence[str]) -> str:
+def page(title: str, facts: Sequence[tuple[str, str]], body: Sequence[str], warnings: Sequence[str]) -> str:
     """A report as HTML: facts, whatever the body is, warnings. All but the body is text to be escaped."""
     parts = [f"<h1>{escape(title)}</h1>", "<dl>"]
-    parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in known]
+    parts += [f"<dt>{escape(name)}</dt><dd>{escape(words)}</dd>" for name, words in facts]
     parts += ["</dl>", *body]
     if warnings:
         parts += ["<h2>Warnings</h2>", "<ul>", *(f"<li>{escape(w)}</li>" for w in warnings), "</ul>"]

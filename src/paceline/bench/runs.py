@@ -25,6 +25,10 @@ T = TypeVar("T")
 Report = Callable[[str, int, int], None]
 """report(what, done, total): how far it is."""
 WARM_UP_TOKENS = 16
+Prompt = tuple[Question, tuple[int, ...]]
+"""A question and its token ids."""
+Unit = tuple[str, list[Prompt]]
+"""(category, the prompts that are asked at once)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +129,8 @@ class Contender(Protocol):
     def sessions(self) -> Sequence[int]: ...
 
     def run(self, asks: Sequence[Ask], concurrency: int) -> tuple[float, tuple[Result, ...]]:
-        """All asks, `concurrency` at once, and the seconds that took. Raises PeerError where a peer fails."""
+        """All asks, `concurrency` at once, and the seconds that took. Raises PeerError where a peer fails, RefusedError
+        where it can go on with others."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -135,6 +140,10 @@ class Contender(Protocol):
 
 class PeerError(PacelineError):
     """A peer failed: it did not start, did not answer, or answered something else than the protocol says."""
+
+
+class RefusedError(PeerError):
+    """A peer cannot do what it was asked, says so, and stays open for what it can do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +175,7 @@ class Workload:
 class Prompts:
     """Tokenised questions by category. left_out: how many of each did not fit. template: whether there was one."""
 
-    groups: Mapping[str, Sequence[tuple[Question, tuple[int, ...]]]]
+    groups: Mapping[str, Sequence[Prompt]]
     left_out: Mapping[str, int]
     template: bool
 
@@ -208,8 +217,8 @@ def _ids(tokenizer: Tokenizer, text: str, template: bool) -> tuple[int, ...]:
     return tuple(tokenizer.encode(prompt, parse_special=True))
 
 
-def units(prompts: Prompts, size: int) -> Iterator[tuple[str, list[tuple[Question, tuple[int, ...]]]]]:
-    """(category, its questions `size` at a time); the last unit is filled up from the category's beginning."""
+def units(prompts: Prompts, size: int) -> Iterator[Unit]:
+    """Each category's prompts, `size` at a time; its last unit is filled up from its beginning."""
     for category, pairs in prompts.groups.items():
         for start in range(0, len(pairs), size):
             yield category, [pairs[i % len(pairs)] for i in range(start, start + size)]
@@ -256,8 +265,9 @@ def measure(
     """Every contender on every unit, in turn, so that what slows the machine slows everybody.
 
     Before each temperature and concurrency everybody makes a few tokens that do not count. Who goes first changes from
-    unit to unit. All get the same ids, params and seeds. A peer that fails has runs with an error, and no more turns.
-    What ends it early leaves what was measured; see kept().
+    unit to unit. All get the same ids, params and seeds. A peer that fails has a run with an error, and no more turns;
+    one that refuses, no more of that temperature and concurrency. What ends it early leaves what was measured; see
+    kept().
     """
     plan = [
         (concurrency, temperature, list(units(prompts, workload.size(concurrency))))
@@ -265,52 +275,59 @@ def measure(
         for temperature in workload.temperatures
     ]
     planned = sum(len(each) * workload.repeats * len(contenders) for _, _, each in plan)
-    return kept(_turns(contenders, workload, plan, guard, report, planned + len(plan) * len(contenders)), planned)
+    total = planned + len(plan) * len(contenders)
+
+    def turns() -> Iterator[Run]:
+        done = 0
+        failed: set[str] = set()
+        for concurrency, temperature, each in plan:
+            refused: set[str] = set()
+            for repeat, index, (category, pairs) in _rounds(each, workload.repeats):
+                asks = _asks(pairs, workload, temperature, repeat, index)
+                for contender in rotated(contenders, index + repeat):
+                    report(f"{category}, temperature {temperature:g}, {concurrency} at once", done, total)
+                    done += 1
+                    if contender.name in failed | refused:
+                        continue
+                    run = Run(contender.name, category, temperature, concurrency, index, repeat, 0.0, ())
+                    try:
+                        run = _timed(contender, run, asks, guard)
+                    except PeerError as error:
+                        (refused if isinstance(error, RefusedError) else failed).add(contender.name)
+                        run = replace(run, error=str(error))
+                    if repeat >= 0 or run.error is not None:
+                        yield run
+        report("", total, total)
+
+    return kept(turns(), planned)
 
 
-def _turns(
-    contenders: Sequence[Contender],
-    workload: Workload,
-    plan: Sequence[tuple[int, float, list[tuple[str, list[tuple[Question, tuple[int, ...]]]]]]],
-    guard: Guard,
-    report: Report,
-    total: int,
-) -> Iterator[Run]:
-    done = 0
-    failed: set[str] = set()
-    for concurrency, temperature, each in plan:
-        params = replace(workload.params, temperature=temperature)
-        turns = [(-1, 0, each[0])] + [(r, i, unit) for r in range(workload.repeats) for i, unit in enumerate(each)]
-        for repeat, index, (category, pairs) in turns:
-            asks = _asks(pairs, params, workload.seed + 1_000 * max(repeat, 0) + 10_000_000 * index)
-            first = (index + repeat) % len(contenders)
-            for contender in [*contenders[first:], *contenders[:first]]:
-                report(f"{category}, temperature {temperature:g}, {concurrency} at once", done, total)
-                done += 1
-                if contender.name in failed:
-                    continue
-                run = Run(contender.name, category, temperature, concurrency, index, repeat, 0.0, ())
-                run = _timed(contender, run, asks, guard)
-                if run.error is not None:
-                    failed.add(contender.name)
-                if repeat >= 0 or run.error is not None:
-                    yield run
-    report("", total, total)
+def _rounds(each: Sequence[Unit], repeats: int) -> Iterator[tuple[int, int, Unit]]:
+    """(repeat, index, unit): the first unit as repeat -1, which warms up; then all of them, as often as is said."""
+    yield -1, 0, each[0]
+    for repeat in range(repeats):
+        for index, unit in enumerate(each):
+            yield repeat, index, unit
 
 
-def _asks(pairs: Sequence[tuple[Question, tuple[int, ...]]], params: SamplingParams, seed: int) -> list[Ask]:
+def rotated(contenders: Sequence[T], by: int) -> list[T]:
+    """All of them in their order, but for who goes first."""
+    first = by % len(contenders)
+    return [*contenders[first:], *contenders[:first]]
+
+
+def _asks(pairs: Sequence[Prompt], workload: Workload, temperature: float, repeat: int, index: int) -> list[Ask]:
+    seed = workload.seed + 1_000 * max(repeat, 0) + 10_000_000 * index
+    params = replace(workload.params, temperature=temperature)
     return [Ask(question, ids, replace(params, seed=seed + i)) for i, (question, ids) in enumerate(pairs)]
 
 
 def _timed(contender: Contender, run: Run, asks: Sequence[Ask], guard: Guard) -> Run:
-    try:
-        if run.repeat < 0:
-            contender.run([_short(ask) for ask in asks], run.concurrency)
-            return run
-        work = partial(contender.run, asks, run.concurrency)
-        (seconds, results), load = guard.run(work, contender.sessions)
-    except PeerError as error:
-        return replace(run, error=str(error))
+    if run.repeat < 0:
+        contender.run([_short(ask) for ask in asks], run.concurrency)
+        return run
+    work = partial(contender.run, asks, run.concurrency)
+    (seconds, results), load = guard.run(work, contender.sessions)
     return replace(run, seconds=seconds, results=results, load=load)
 
 

@@ -30,16 +30,17 @@ class Setting:
 
 
 class Target:
-    """An open backend, the drafters that go with it by name, and an LLM for each of them and each concurrency."""
+    """An open backend, the drafters that go with it by name, and an LLM for each contender and each concurrency."""
 
     def __init__(self, backend: Backend, drafters: Mapping[str, Drafter]) -> None:
         self.backend = backend
         self.drafters: dict[str, Drafter] = {"none": NoDrafter(), **drafters}
-        self._llms: dict[tuple[str, int], LLM] = {}
+        self._llms: dict[tuple[str, str, int], LLM] = {}
 
-    def llm(self, drafter: str, max_seqs: int) -> LLM:
-        """The same one every time, so that what it has learnt stays. One at a time may have requests."""
-        key = (drafter, max_seqs)
+    def llm(self, drafter: str, max_seqs: int, contender: str = "") -> LLM:
+        """The same one every time, so that what a contender's has learnt stays, and stays its own. One at a time may
+        have requests."""
+        key = (contender, drafter, max_seqs)
         if key not in self._llms:
             self._llms[key] = self.fresh_llm(drafter, max_seqs)
         return self._llms[key]
@@ -115,7 +116,7 @@ class Own:
 
     def run(self, asks: Sequence[Ask], concurrency: int) -> tuple[float, tuple[Result, ...]]:
         """See Contender. A request that fails raises its error: there is nothing to compare then."""
-        llm = self._target.llm(self.setting.drafter, concurrency)
+        llm = self._target.llm(self.setting.drafter, concurrency, self.name)
         prompts = [ask.ids for ask in asks]
         params = [replace(ask.params, draft_length=self.setting.draft_length) for ask in asks]
         start = perf_counter()

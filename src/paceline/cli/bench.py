@@ -121,7 +121,7 @@ def bench_compare(
     backend: BackendOptions,
     guard: GuardOptions,
     reports: ReportOptions,
-    others: PeerOptions,
+    peers: PeerOptions,
     model: Model = "smollm2",
     baseline: Annotated[
         str | None,
@@ -150,8 +150,8 @@ def bench_compare(
 
     reports.check()
     settings = settings_of(chosen)
-    peers = others.parsed(work.params())
-    names = _names([s.name for s in settings] + [name for name, _ in peers], baseline)
+    commands = peers.parsed(work.params())
+    names = _names([s.name for s in settings] + [name for name, _ in commands], baseline)
     sizes: dict[str, Any] = {
         "concurrencies": distinct(concurrency),
         "repeats": repeats,
@@ -161,7 +161,7 @@ def bench_compare(
     with ExitStack() as stack:
         bench = stack.enter_context(open_bench(model, backend, work, guard, settings, **sizes))
         contenders: list[Contender] = [Own(bench.target, setting) for setting in settings]
-        contenders += _start_peers(peers, bench, backend.threads, others.peer_timeout, stack)
+        contenders += _start_peers(commands, bench, backend.threads, peers.peer_timeout, stack)
         measured = _measured(contenders, bench)
         report = _report(bench, "compare", contenders, measured, baseline=baseline or names[0])
         _finish(reports, compared(report), measured.error)
@@ -177,7 +177,7 @@ def _names(names: list[str], baseline: str | None) -> list[str]:
 
 
 def _start_peers(
-    peers: Sequence[tuple[str, list[str]]],
+    commands: Sequence[tuple[str, list[str]]],
     bench: Bench,
     threads: int | None,
     seconds: float,
@@ -190,8 +190,8 @@ def _start_peers(
     opening = Opening(bench.path, info.max_len, most, threads, tuple(sorted(info.stop_ids)))
     started = []
     with counting_bar() as bar:
-        for i, (name, command) in enumerate(peers):
-            bar(f"starting {name}", i, len(peers))
+        for i, (name, command) in enumerate(commands):
+            bar(f"starting {name}", i, len(commands))
             started.append(stack.enter_context(Peer(name, command, opening, seconds=seconds)))
     return started
 
@@ -236,7 +236,7 @@ def bench_load(
     backend: BackendOptions,
     guard: GuardOptions,
     reports: ReportOptions,
-    readers: TrafficOptions,
+    traffic: TrafficOptions,
     model: Model = "smollm2",
     kv_tokens: KvTokens = None,
     debug: Debug = False,
@@ -251,13 +251,13 @@ def bench_load(
 
     reports.check()
     settings = settings_of(chosen)
-    traffics, limits = readers.traffics(), readers.limits()
-    most = [*readers.at_once, *([readers.max_seqs] if readers.rate else [])]
+    traffics, limits = traffic.traffics(), traffic.limits()
+    most = [*traffic.at_once, *([traffic.max_seqs] if traffic.rate else [])]
     with open_bench(model, backend, work, guard, settings, concurrencies=most, kv_tokens=kv_tokens) as bench:
         with counting_bar() as bar:
             measured = measure_load(
                 bench.target, settings, traffics, bench.workload, bench.prompts, limits, bench.guard, bar,
-                readers.max_seqs,
+                traffic.max_seqs,
             )  # fmt: skip
         contenders = [Own(bench.target, setting) for setting in settings]
         rows = [row.as_json() for row in measured.made]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -55,7 +55,8 @@ OutputFiles = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="Also write FILE, in the format of its name: .json, .md or .html, for a map .svg too. May be repeated.",
+        help="Also write FILE, in the format of its name: .json, .md or .html. The JSON holds every run, and "
+        "`paceline bench report` makes the others of it. May be repeated.",
         rich_help_panel=REPORT,
     ),
 ]
@@ -356,10 +357,9 @@ class ReportOptions:
 
     def show(self, report: dict[str, Any]) -> None:
         """See show_report."""
-        from ..bench.report import facts, notes, render
-        from ..bench.tables import tables
+        from ..bench import report as views
 
-        show_report(report, self.output_format, self._files(), render, facts, tables, notes)
+        show_report(report, self.output_format, self._files(), views)
 
     def _files(self) -> dict[Path, str]:
         from ..bench.report import form_of
@@ -367,26 +367,27 @@ class ReportOptions:
         return {path: form_of(path) for path in self.output or []}
 
 
-def show_report(
-    report: dict[str, Any],
-    output_format: str,
-    files: Mapping[Path, str],
-    render: Callable[[dict[str, Any], str], str],
-    facts: Callable[[dict[str, Any]], Sequence[tuple[str, str]]],
-    tables: Callable[[dict[str, Any]], Sequence[ReportTable]],
-    notes: Callable[[dict[str, Any]], Sequence[str]],
-) -> None:
+class Views(Protocol):
+    """A module that knows how reports of a kind are shown: as a file of some form, and in parts for a terminal."""
+
+    def render(self, report: dict[str, Any], form: str) -> str: ...
+    def facts(self, report: dict[str, Any]) -> Sequence[tuple[str, str]]: ...
+    def tables(self, report: dict[str, Any]) -> Sequence[ReportTable]: ...
+    def notes(self, report: dict[str, Any]) -> Sequence[str]: ...
+
+
+def show_report(report: dict[str, Any], output_format: str, files: Mapping[Path, str], views: Views) -> None:
     """Write the files (path -> form), each whole or not at all, then stdout: as text it is facts, tables and notes."""
     from ..bench.report import write_whole
 
     for path, form in files.items():
-        write_whole(path, render(report, form))
+        write_whole(path, views.render(report, form))
     if output_format == "text":
-        _print_text(facts(report), tables(report), notes(report))
+        _print_text(views.facts(report), views.tables(report), views.notes(report))
     elif output_format == "json":
         print_json(report)
     else:
-        sys.stdout.write(render(report, output_format))
+        sys.stdout.write(views.render(report, output_format))
     for warning in report["warnings"]:
         say_note(warning)
 

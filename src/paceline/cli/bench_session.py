@@ -136,11 +136,10 @@ def report_of(
     return {
         **bench.facts,
         "kind": kind,
-        "complete": stopped is None,
         "stopped": stopped,
         "guard": bench.guard.as_json(),
         "contenders": [contender.describe() for contender in contenders],
-        "warnings": unfinished({"stopped": stopped}),
+        "warnings": unfinished(stopped),
         **rest,
     }
 

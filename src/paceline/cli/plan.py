@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +18,6 @@ from .bench_options import (
     GuardOptions,
     KvTokens,
     Model,
-    OutputFiles,
     ReportFormat,
     WorkloadOptions,
     counting_bar,
@@ -51,7 +51,16 @@ class MapFormat(StrEnum):
 class PlanOutputs:
     """Where a plan is also written."""
 
-    output: OutputFiles = None
+    output: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Also write FILE, in the format of its name: .json, .md or .html; a map .svg too. May be repeated.",
+            rich_help_panel=REPORT,
+        ),
+    ] = None
 
     def check(self, kind: str) -> None:
         """Raise InvalidParams for a file that could not be written, before anything is measured."""
@@ -62,10 +71,10 @@ class PlanOutputs:
 
     def show(self, report: dict[str, Any], output_format: str) -> None:
         """See show_report."""
-        from ..plan.report import facts, form_of, notes, render, tables
+        from ..plan import report as views
 
-        files = {path: form_of(path, report["kind"]) for path in self.output or []}
-        show_report(report, output_format, files, render, facts, tables, notes)
+        files = {path: views.form_of(path, report["kind"]) for path in self.output or []}
+        show_report(report, output_format, files, views)
 
 
 @plan_app.callback(invoke_without_command=True)

@@ -278,8 +278,8 @@ def _title(report: Report) -> str:
 
 
 def _markdown(report: Report) -> str:
-    after = ["## What is what", "", *(f"- *{level}*: {said}" for level, said in statements(report))]
-    return markdown(_title(report), facts(report), verdicts(report), tables(report), after, report["warnings"])
+    said = ["## What is what", "", *(f"- *{level}*: {words}" for level, words in statements(report))]
+    return markdown(_title(report), facts(report), verdicts(report), tables(report), said, report["warnings"])
 
 
 def _html(report: Report) -> str:
