@@ -106,3 +106,18 @@ def test_reasons_are_told_to_who_listens() -> None:
     out = llm.generate("abcabcabcabc", SamplingParams(max_tokens=30, temperature=0.0))[0]
     assert len(said) == out.speculation.steps
     assert all("tokens in" in one and "without:" in one and "request 0:" in one for one in said)
+
+
+def test_settled_drafts_are_told_as_such() -> None:
+    """ "0 drafts" stood above steps that verified four, and what came without them was told as with them."""
+    said: list[str] = []
+    controller = Controller(CostTable([1, 16], [0], [[1.0, 16.0]]))
+    controller.listener = said.append
+    params = [SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, draft_length=3)] * len(PROMPTS)
+    generate("lookup", params, controller)
+    with_drafts = [one for one in said if "3, settled before, from lookup" in one]
+    assert with_drafts
+    for one in with_drafts:
+        assert not one.startswith("0 drafts")
+        expected, without = one.splitlines()[0].split("; without: ")
+        assert float(expected.split()[2]) > float(without.split()[0])

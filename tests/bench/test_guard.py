@@ -127,3 +127,22 @@ def test_the_work_of_a_session_is_not_others() -> None:
         process.communicate(b"\n")
     assert 0.28 <= seen < 5
     assert session_seconds(()) == 0.0
+
+
+def test_it_says_once_that_it_waits() -> None:
+    """Ten silent minutes look like a program that hangs."""
+    said: list[str] = []
+    now, busy = [0.0], [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        busy[0] += 1.5 * seconds if now[0] < 5 else 0.0
+
+    guard = Guard(others=lambda _: busy[0], say=said.append, clock=lambda: now[0], sleep=sleep)
+    guard.run(lambda: None)
+    guard.run(lambda: None)
+    assert len(said) == 1
+    assert "others keep 1.5 CPUs busy, 0.15 are allowed; for 600 s at most" in said[0]
+    quiet = Guard(others=lambda _: 0.0, say=said.append, clock=lambda: now[0], sleep=sleep)
+    quiet.run(lambda: None)
+    assert len(said) == 1

@@ -94,7 +94,9 @@ def test_compare_with_a_peer(prompts: str) -> None:
     assert cells["letters", "a"]["tokens"] == 24
     assert cells["letters", "a"]["ratio"] is None
     assert cells["plain", "a"]["ratio"]["n"] == 2
-    assert report["warnings"] == []
+    # Who answers with the letters of the question instead of a model's words is told so.
+    assert report["warnings"]
+    assert all("none of its 2 texts is that of letters" in warning for warning in report["warnings"])
 
 
 def test_a_peer_that_dies_is_a_warning(prompts: str) -> None:

@@ -108,6 +108,11 @@ class Comparison:
             self.warnings.append(f"{where}: {cell.error}")
         if cell.preemptions:
             self.warnings.append(f"{where}: {cell.preemptions} preemptions; give it more --kv-tokens")
+        if cell.temperature == 0 and cell.concurrency == 1 and len(pairs) > 1 and cell.same_text == 0:
+            self.warnings.append(
+                f"{where}: none of its {len(pairs)} texts is that of {self.baseline}; "
+                "see whether it answers the same prompt"
+            )
         if self.baseline == "plain" and ratio is not None:
             explained = _ratio(pairs, lambda run: run.decode_rate or run.rate, by_steps=True)
             if explained is not None and explained.low is not None and explained.low > 1:

@@ -39,6 +39,7 @@ class Guard:
     limit: CPUs that others may keep busy. wait_seconds: longest wait before one run; budget_seconds: of all
     waiting together, after which it only watches. tries: of one run. on: False is off.
     others(sessions): CPU seconds that others have used so far; None where that is unknown. clock, sleep: in seconds.
+    say(message): told once that it waits, and for whom.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Guard:
         budget_seconds: float = 600.0,
         tries: int = 3,
         others: Callable[[Sequence[int]], float | None] | None = None,
+        say: Callable[[str], None] = lambda message: None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -57,6 +59,7 @@ class Guard:
         self.waited_seconds = 0.0
         self.reruns = 0
         self._others = others or others_seconds
+        self._say, self._said = say, False
         self._clock, self._sleep = clock, sleep
         self._asked_for = on
         self.on = on and self._others(()) is not None
@@ -103,6 +106,12 @@ class Guard:
             elapsed, used = self._clock() - start, self._now(()) - before
             if used <= self.limit * elapsed + SLACK_SECONDS / 2:
                 return
+            if not self._said:
+                self._said = True
+                self._say(
+                    f"waiting until the machine is idle: others keep {max(0.0, used) / elapsed:.1f} CPUs busy, "
+                    f"{self.limit:g} are allowed; for {self.budget_seconds:g} s at most, all together"
+                )
             self.waited_seconds += elapsed  # the first window of a quiet machine is no waiting
             if self._clock() - begun >= self.wait_seconds:
                 return

@@ -237,7 +237,10 @@ class Peer:
         tokens, text = int(row["tokens"]), row["text"]
         most = ask.params.max_tokens
         if not isinstance(text, str) or not 0 <= tokens <= (tokens if most is None else most):
-            raise self._error(f"gave {tokens} tokens and the text {text!r}; allowed: 0 to {most}, and a text")
+            raise self._error(
+                f"gave {tokens} tokens and the text {text!r}; "
+                f"allowed: 0 to {most}, as this job's max_tokens says, and a text"
+            )
         prefill, whole = row.get("prefill_seconds"), row.get("seconds")
         return Result(
             question_id=ask.question.question_id,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidParams, UnsupportedOption
 from .bench_options import ContenderOptions, GuardOptions, WorkloadOptions
+from .exits import say_note
 from .loading import is_toy, locate, progress_bar
 from .options import BackendOptions, ModelOptions
 
@@ -87,7 +88,11 @@ def open_bench(
             clip = backend.max_len is None
             target = stack.enter_context(open_target(path, specs, clip_max_len=clip, progress=report, **options))
         prompts = tokenised(workload, target.backend.tokenizer, target.backend.info.max_len)
-        watch = Guard(on=not guard.no_guard, budget_seconds=guard.guard_wait)
+        watch = Guard(
+            on=not guard.no_guard,
+            budget_seconds=guard.guard_wait,
+            say=lambda message: say_note(f"{message} (--no-guard does not wait)"),
+        )
         facts = _facts(model, path, target, options, work, workload, prompts)
         yield Bench(path, target, settings, workload, prompts, watch, facts)
 

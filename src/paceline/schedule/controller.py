@@ -142,7 +142,7 @@ class Controller(FixedLengths):
         pays = plan.rate > MARGIN * without.rate
         drafts = [n if pays and one else 0 for n, one in zip(plan.drafts, better, strict=True)]
         if pays:
-            self._tell(candidates, asks, plan, [drafter if one else None for one in better])
+            self._tell(candidates, others, asks, plan, [drafter if one else None for one in better])
         probes = self._probes(drafter, candidates, [a or b for a, b in zip(drafts, without.drafts, strict=True)])
         return [n if c.fixed else d + p for c, n, d, p in zip(candidates, free, drafts, probes, strict=True)]
 
@@ -152,7 +152,7 @@ class Controller(FixedLengths):
             return [0] * len(candidates)
         asks = [self._drafted(candidate) for candidate in candidates]
         plan = self._allocate(asks, others)
-        self._tell(candidates, asks, plan, [None] * len(asks))
+        self._tell(candidates, others, asks, plan, [None] * len(asks))
         self._told = False
         # Whatever a drafter says of its sources: what was sampled, or asked for by number, is never cut.
         return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, plan.drafts, strict=True)]
@@ -281,7 +281,14 @@ class Controller(FixedLengths):
     def _allocate(self, asks: list[Ask], others: Sequence[Share]) -> Plan:
         return allocate(asks, self.costs, others, self._rest)
 
-    def _tell(self, candidates: Sequence[Candidate], asks: list[Ask], plan: Plan, drafters: list[str | None]) -> None:
+    def _tell(
+        self,
+        candidates: Sequence[Candidate],
+        others: Sequence[Share],
+        asks: list[Ask],
+        plan: Plan,
+        drafters: list[str | None],
+    ) -> None:
         """The step's decision and its reasons, to whoever listens; once, where it is made in two parts the first.
 
         drafters: who is going to draft; None where somebody has.
@@ -289,15 +296,17 @@ class Controller(FixedLengths):
         if self.listener is None or not candidates or self._told:
             return
         self._told = True
-        lines = [
-            f"{sum(plan.drafts)} drafts: {_rate(plan.tokens, plan.seconds)}; without: "
-            f"{_rate(plan.plain_tokens, plan.plain_seconds)}"
-        ]
+        plain = self._allocate([Ask(candidate.share) for candidate in candidates], others)
+        total, lines = 0, []
         for candidate, ask, n, drafter in zip(candidates, asks, plan.drafts, drafters, strict=True):
+            settled = ask.share[0] - candidate.share[0]
             chances = " ".join(f"{chance:.2f}" for chance in ask.chances) or "-"
-            whose = drafter or _names(candidate)
-            lines.append(f"  request {candidate.request_id}: {n} of {len(ask.chances)} from {whose}, chances {chances}")
-        self.listener("\n".join(lines))
+            how = f"{settled}, settled before," if settled else f"{n} of {len(ask.chances)}"
+            what = "" if settled else f", chances {chances}"
+            lines.append(f"  request {candidate.request_id}: {how} from {drafter or _names(candidate)}{what}")
+            total += settled or n
+        first = f"{total} draft{'' if total == 1 else 's'}: {_rate(plan.tokens, plan.seconds)}"
+        self.listener("\n".join([f"{first}; without: {_rate(plain.tokens, plain.seconds)}", *lines]))
 
 
 def _learned(known: float, seen: float) -> float:
