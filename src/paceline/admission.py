@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import DrafterError, InvalidParams, InvalidPrompt, PacelineError, shown
 from .params import SamplingParams
@@ -128,12 +128,21 @@ def admit_proposal(
         fault = f"a tree with parents {answer.parents}; only chains are verified"
     elif any(type(t) is not int or not 0 <= t < vocab_size for t in answer.tokens):
         fault = f"draft tokens {answer.tokens}; token ids are integers from 0 to {vocab_size - 1}"
+    elif not _are_sources(answer.sources):
+        fault = f"sources = {shown(answer.sources)}; allowed: a tuple of (name, number of drafts)"
     sampled = answer.kind == "sampled" and sequence.request.verification != "coupled"
     if fault is None and sampled:  # coupled asks nothing of q
         fault = _q_fault(answer)
     if fault is not None:
         raise DrafterError(f"{who}: {fault}")
     return answer.first(sequence.num_useful(answer.tokens, sampled=sampled))
+
+
+def _are_sources(sources: Any) -> bool:
+    return type(sources) is tuple and all(
+        type(one) is tuple and len(one) == 2 and type(one[0]) is str and type(one[1]) is int and one[1] >= 0
+        for one in sources
+    )
 
 
 def _q_fault(proposal: Proposal) -> str | None:

@@ -352,7 +352,9 @@ def _at_rest(error: PacelineError) -> PacelineError:
     if cause is not None and cause.__traceback__ is not None and not isinstance(cause, PacelineError):
         error.add_note("".join(traceback.format_exception(cause)))
     seen: BaseException | None = error
-    while seen is not None:
+    known: set[int] = set()  # a user's error may be its own cause
+    while seen is not None and id(seen) not in known:
+        known.add(id(seen))
         seen.__traceback__ = None
         seen.__context__, seen = None, seen.__cause__
     return error

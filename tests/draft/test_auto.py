@@ -168,3 +168,62 @@ def test_by_name_on_a_toy() -> None:
     with LLM("toy", drafter="auto:toy:1") as llm, LLM("toy", drafter="none") as plain:
         assert llm.drafter.name == "auto:toy:1"
         assert llm.generate("abcabc", params)[0].outputs[0].text == plain.generate("abcabc", params)[0].outputs[0].text
+
+
+# --- whatever a drafter does wrong ends in its request --------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["observe", "release"])
+def test_a_typed_error_of_a_drafter_does_not_hang_the_engine(what: str) -> None:
+    """It became its own cause, and whoever followed the causes never came to an end."""
+
+    class Bad(LookupDrafter):
+        def observe(self, *arguments: Any) -> None:
+            if what == "observe":
+                raise DrafterError("no")
+            super().observe(*arguments)
+
+        def release(self, request_id: int) -> None:
+            if what == "release":
+                raise DrafterError("no")
+            super().release(request_id)
+
+    engine = Engine(ToyBackend(64), Bad())
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+    outputs = [chunk.output for _ in range(20) if engine.has_work for chunk in engine.step() if chunk.output]
+    assert isinstance(outputs[0].outputs[0].error, DrafterError)
+
+
+def test_an_error_that_is_its_own_cause_is_told() -> None:
+    class Loop(LookupDrafter):
+        def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Any]:
+            error = DrafterError("round and round")
+            error.__cause__ = error
+            return [error] * len(contexts)
+
+    engine = Engine(ToyBackend(64), Loop())
+    engine.add([1, 2, 3], SamplingParams(max_tokens=3))
+    outputs = [chunk.output for _ in range(20) if engine.has_work for chunk in engine.step() if chunk.output]
+    assert "round and round" in str(outputs[0].outputs[0].error)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [None, ["x"], (("x",),), ("x",), (("x", "1"),), (("x", 1.0),), (("x", None),), (("x", -1),), ((["x"], 1),)],
+)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_malformed_sources_end_their_own_request(sources: Any, adaptive: bool) -> None:
+    class Odd(LookupDrafter):
+        def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Any]:
+            return [Proposal.point([1], sources=sources if c.request_id == 0 else ()) for c in contexts]
+
+    engine = Engine(ToyBackend(64), Odd(), controller=Controller(FREE) if adaptive else None)
+    for _ in range(2):
+        engine.add([1, 2, 3], SamplingParams(max_tokens=6, ignore_eos=True))
+    outputs = {}
+    while engine.has_work:
+        outputs.update({c.request_id: c.output for c in engine.step() if c.output is not None})
+    bad, good = outputs[0].outputs[0], outputs[1].outputs[0]
+    assert isinstance(bad.error, DrafterError)
+    assert "allowed: a tuple of (name, number of drafts)" in str(bad.error)
+    assert (good.error, len(good.token_ids)) == (None, 6)

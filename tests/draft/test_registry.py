@@ -9,6 +9,7 @@ import pytest
 from paceline.backend.toy import ToyBackend
 from paceline.draft import (
     DEFAULT_DRAFT_LENGTH,
+    AutoDrafter,
     ForcedDrafter,
     LookupDrafter,
     ModelDrafter,
@@ -98,8 +99,12 @@ def test_open_drafter_opens_a_model_only_for_model_names() -> None:
     assert opened == []
     assert isinstance(open_drafter("model:same", target, open_backend), ModelDrafter)
     drafter = open_drafter("forced+model:same", target, open_backend)
-    assert isinstance(drafter, ForcedDrafter)
-    assert isinstance(drafter.inner, ModelDrafter)
+    assert isinstance(drafter, AutoDrafter)
+    forced, dear = drafter.stages
+    assert isinstance(forced, ForcedDrafter)
+    assert isinstance(forced.inner, NoDrafter)
+    assert isinstance(dear, ForcedDrafter)
+    assert isinstance(dear.inner, ModelDrafter)
     assert drafter.name == "forced+model:same"
     for spec in ("model:other", "forced+model:other"):
         with pytest.raises(VocabularyMismatch):

@@ -379,3 +379,52 @@ def test_probes_take_a_small_share_of_the_time() -> None:
             controller.observe(one, 51 + step, [7], 0, 1)
             spent += seconds
     assert 0.005 < spent / (2000 * 10.0) < 0.03
+
+
+def test_drafts_that_were_drawn_are_never_replaced() -> None:
+    """How many there are may hang on what was drawn, and so would whether they are verified: 0.15 / 0.10 came of
+    0.125 / 0.125."""
+    controller = Controller(CostTable([1, 2, 8], [0], [[1.01, 1.02, 1.08]]))
+    controller._per_step = {"dear": 0.05}
+    controller._per_depth = {"dear": 0.05}
+    drawn = Candidate(0, (1, 1), 3, False, sampled(1), "other")
+    for _ in range(100):
+        controller.observe_forward([(1, 0)], 1.0)
+        assert controller.budgets("dear", [drawn], []) == [0]
+
+
+def test_what_is_forced_says_nothing_of_the_model_behind_it() -> None:
+    """Neither of what its drafts cost, nor of how good they are."""
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=False, model=False)
+    forced = Proposal.point([5, 6], sources=(("forced", 2), ("model", 0)))
+    one = Candidate(0, (1, 10), 8, False, forced, "model")
+    controller.observe_drafting("model", [one], [2], 1e-6)
+    controller.observe(one, 11, [5, 6], 2, 2)
+    assert controller._per_depth["model"] == 1.0
+    assert "model" not in controller._standings[0].source
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_dear_drafter_goes_on_behind_what_is_forced(good: bool) -> None:
+    controller = Controller(DEAR_TABLE)
+    learned(controller, lookup=False, model=good)
+    forced = Proposal.point([5, 6], sources=(("forced", 2),))
+    for _ in range(30):
+        controller.observe(Candidate(9, (1, 10), 8, False, forced, "forced"), 11, [5, 6], 2, 2)
+    (budget,) = controller.budgets("model", [candidate(0, forced)], [])
+    assert budget > 2 if good else budget == 0
+
+
+def test_a_drafter_that_takes_its_time_and_has_nothing_is_given_up() -> None:
+    controller = Controller(CostTable([1, 2, 8], [0], [[1.0, 1.1, 1.5]]))
+    asked = 0
+    for step in range(200):
+        one = Candidate(0, (1, 5 + step), 8, False, Proposal.point([]))
+        (budget,) = controller.budgets("dear", [one], [])
+        controller.observe_forward([(1, 0)], 1.0)
+        if budget:
+            asked += 1
+            controller.observe_drafting("dear", [one], [budget], 10.0)
+        controller.observe(one, 6 + step, [1], 0, 0)
+    assert asked < 6

@@ -152,3 +152,16 @@ def test_small_memories_can_be_measured(max_len: int, max_seqs: int, max_step_to
     assert np.isfinite(table.table).all()
     backend.check()
     assert backend.slots_in_use == 0
+
+
+def test_a_clock_that_stands_still_does_no_harm() -> None:
+    """The drift went to zero, and then something was divided by it."""
+    table = CostTable([1, 2], [0], [[1.0, 2.0]])
+    for _ in range(20_000):
+        table.observe([(1, 0)], 0.0)
+    assert table.seconds(1, 0) > 0
+
+
+def test_endless_forwards_are_refused() -> None:
+    with pytest.raises(InvalidInput, match="durations"):
+        CostTable([1, 2], [0, 9], [[1.0, np.inf], [1.0, 2.0]])

@@ -30,6 +30,8 @@ class GuardedDrafter:
         """Pass on newly committed tokens."""
         try:
             self.inner.observe(request_id, committed)
+        except PacelineError:
+            raise
         except Exception as error:
             raise self._typed(error) from error
 
@@ -37,6 +39,8 @@ class GuardedDrafter:
         """Pass on that a request is over."""
         try:
             self.inner.release(request_id)
+        except PacelineError:
+            raise
         except Exception as error:
             raise self._typed(error) from error
 

@@ -95,11 +95,14 @@ def open_drafter(spec: str, target: Backend, open_backend: Callable[[str], Backe
     Raises what parse_drafter, open_backend and ModelDrafter raise; a backend that was opened is closed again.
     """
     kind, model, forced = parse_drafter(spec)
-    if kind == "auto":
-        dear = ForcedDrafter(_open("model", model, target, open_backend))
-        return AutoDrafter(ForcedDrafter(LookupDrafter()), dear, spec)
     inner = _open(kind, model, target, open_backend)
-    return ForcedDrafter(inner) if forced else inner
+    if not forced:
+        return inner
+    if not model:
+        return ForcedDrafter(inner)
+    # What is forced is free, also where the model does not pay.
+    cheap = ForcedDrafter(LookupDrafter()) if kind == "auto" else ForcedDrafter()
+    return AutoDrafter(cheap, ForcedDrafter(inner), spec)
 
 
 def _open(kind: str, model: str, target: Backend, open_backend: Callable[[str], Backend]) -> Drafter:

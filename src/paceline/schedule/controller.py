@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from ..types import Proposal
+from ..types import FORCED, Proposal
 from .adaptive import MARGIN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
@@ -45,6 +45,11 @@ class Candidate:
     def has_guesses(self) -> bool:
         """Whether anything was drafted that is not forced."""
         return self.proposal is not None and self.proposal.num_guessed > 0
+
+    @property
+    def num_forced(self) -> int:
+        """Drafts in front that are forced, where there are no others."""
+        return 0 if self.proposal is None or self.has_guesses else len(self.proposal)
 
 
 @dataclass(slots=True)
@@ -136,11 +141,18 @@ class Controller(FixedLengths):
             return free
         hoped = [self._hoped(drafter, candidate) for candidate in candidates]
         have = [h if c.fixed and n else self._drafted(c) for c, n, h in zip(candidates, free, hoped, strict=True)]
-        better = [sum(then.chances) > sum(now.chances) for now, then in zip(have, hoped, strict=True)]
+        # Whoever has drafts that were drawn keeps them, whatever they are.
+        better = [
+            sum(then.chances) > sum(now.chances) and not _is_drawn(c)
+            for c, now, then in zip(candidates, have, hoped, strict=True)
+        ]
         asks = [then if one else now for now, then, one in zip(have, hoped, better, strict=True)]
         without, plan = self._allocate(have, others), self._allocate(asks, others)
         pays = plan.rate > MARGIN * without.rate
-        drafts = [n if pays and one else 0 for n, one in zip(plan.drafts, better, strict=True)]
+        drafts = [
+            n if pays and one and n > c.num_forced else 0
+            for c, n, one in zip(candidates, plan.drafts, better, strict=True)
+        ]
         if pays:
             self._tell(candidates, others, asks, plan, [drafter if one else None for one in better])
         probes = self._probes(drafter, candidates, [a or b for a, b in zip(drafts, without.drafts, strict=True)])
@@ -172,19 +184,27 @@ class Controller(FixedLengths):
         Where it first had to read what was committed since it was last asked, that says nothing of its drafts.
         """
         asked = [candidate for candidate, budget in zip(candidates, budgets, strict=True) if budget]
-        depth = max((len(candidate.proposal or ()) for candidate in asked), default=0)
+        drafted = [c.proposal.num_guessed for c in asked if c.proposal is not None and c.drafter == drafter]
+        depth = max(drafted, default=0)
         unread = sum(self._unread(drafter, candidate) for candidate in asked)
         for candidate in asked:
             self._standing(candidate.request_id).read[drafter] = candidate.share[1]
         if drafter in self._probed:
             self._probed.remove(drafter)
             self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
-        if depth and unread <= len(asked) * (MAX_DRAFTS + 1):
-            self._per_step[drafter] = _learned(self._per_step.get(drafter, 0.0), seconds)
-            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
-        elif depth:
+        known = self._per_step.get(drafter, 0.0)
+        if depth and unread > len(asked) * (MAX_DRAFTS + 1):
             reading = max(seconds - self._per_depth.get(drafter, 0.0) * depth, 0.0)
             self._per_read[drafter] = _learned(self._per_read.get(drafter, 0.0), reading / unread)
+        elif depth:
+            self._per_step[drafter] = _learned(known, seconds)
+            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
+        elif seconds > known and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
+            # Took its time, and had nothing: as good as wrong, and no cheaper.
+            self._per_step[drafter] = _learned(known, seconds)
+            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds)
+            for candidate in asked:
+                self._estimate(self._standing(candidate.request_id), drafter).observe(0, kept=False)
 
     def observe_step(self, rest: float) -> None:
         """All of a step but forward and drafting took `rest` seconds."""
@@ -193,7 +213,7 @@ class Controller(FixedLengths):
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
         standing, proposal = self._standing(candidate.request_id), candidate.proposal
-        if proposal is not None and len(proposal):
+        if candidate.has_guesses and proposal is not None:
             standing.source[candidate.drafter] = _place(_sources(candidate), len(proposal) - 1)[0]
         if proposal is not None and proposal.kind == "sampled":
             for i in range(min(accepted + 1, verified)):
@@ -240,11 +260,13 @@ class Controller(FixedLengths):
     def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
         source = self._standing(candidate.request_id).source.get(drafter, drafter)
-        chances = self._chances(candidate, [(source, candidate.most)])
+        forced = candidate.num_forced
+        chances = self._chances(candidate, [(FORCED, forced), (source, max(candidate.most - forced, 0))])
         if candidate.fixed:
             return _settled(candidate, chances)
         first, each = self._to_read(drafter, candidate) / HORIZON, self._per_depth[drafter]
-        return Ask(candidate.share, 1.0, chances, [first + each * n for n in range(1, len(chances) + 1)])
+        seconds = [first + each * n for n in range(1, len(chances) - forced + 1)]
+        return Ask(candidate.share, 1.0, chances, [0.0] * forced + seconds)
 
     def _unread(self, drafter: str, candidate: Candidate) -> int:
         """Tokens that were committed since `drafter` was asked."""
@@ -265,7 +287,8 @@ class Controller(FixedLengths):
             idle = self._standing(candidate.request_id).idle
             idle[drafter] = 0 if drafts[i] else idle.get(drafter, 0) + 1
             cost = self._to_read(drafter, candidate) + self._per_depth[drafter]
-            if idle[drafter] >= PROBE_AFTER and cost <= left and candidate.most and not candidate.fixed:
+            may = candidate.most and not candidate.fixed and not _is_drawn(candidate)
+            if idle[drafter] >= PROBE_AFTER and cost <= left and may:
                 idle[drafter], probes[i], left = 0, 1, left - cost
                 self._probed.add(drafter)
         return probes
@@ -320,9 +343,14 @@ def _rate(tokens: float, seconds: float) -> str:
     return f"{tokens:.2f} tokens in {seconds * 1e3:.1f} ms, {tokens / seconds:.0f} a second"
 
 
+def _is_drawn(candidate: Candidate) -> bool:
+    """Whether its drafts were drawn: then what they are must not say what becomes of them."""
+    return candidate.proposal is not None and candidate.proposal.kind == "sampled" and len(candidate.proposal) > 0
+
+
 def _is_whole(candidate: Candidate) -> bool:
     """Whether all that was drafted is verified, whatever it costs."""
-    return candidate.fixed or (candidate.proposal is not None and candidate.proposal.kind == "sampled")
+    return candidate.fixed or _is_drawn(candidate)
 
 
 def _settled(candidate: Candidate, chances: Sequence[float]) -> Ask:

@@ -49,7 +49,8 @@ class CostTable:
         for name, values in (("widths", self.widths), ("contexts", self.contexts)):
             if values.ndim != 1 or not values.size or (np.diff(values) <= 0).any() or values[0] < 0:
                 raise InvalidInput(f"{name} = {values.tolist()}; a cost table needs them ascending")
-        if self.table.shape != (self.contexts.size, self.widths.size) or not (self.table > 0).all():
+        durations = (self.table > 0) & (self.table < np.inf)
+        if self.table.shape != (self.contexts.size, self.widths.size) or not durations.all():
             raise InvalidInput(
                 f"a cost table of {self.contexts.size} contexts and {self.widths.size} widths needs as many durations "
                 f"above 0, got shape {self.table.shape}"
@@ -82,7 +83,7 @@ class CostTable:
     def observe(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of these shares took `seconds`. What it took beyond all measure says nothing of the next one."""
         surprise = min(max(seconds / self.step_seconds(shares), 0.5), 2.0)
-        self._drift *= 1.0 + DRIFT_RATE * (surprise - 1.0)
+        self._drift = max(self._drift * (1.0 + DRIFT_RATE * (surprise - 1.0)), 1e-9)
         total = sum(width for width, _ in shares)
         i = bisect_left(self._known, total)
         if i < len(self._known) and self._known[i] == total:
