@@ -428,3 +428,14 @@ def test_a_drafter_that_takes_its_time_and_has_nothing_is_given_up() -> None:
             controller.observe_drafting("dear", [one], [budget], 10.0)
         controller.observe(one, 6 + step, [1], 0, 0)
     assert asked < 6
+
+
+def test_a_cold_first_call_for_nothing_makes_lookup_no_dear_drafter() -> None:
+    controller = Controller(CostTable([1, 2, 8], [0], [[10.0, 10.5, 12.0]]))
+    for step, seconds in enumerate([3.0, 0.01, 0.01, 0.02, 0.01]):
+        one = Candidate(0, (1, 5 + step), 8, False, Proposal.point([]), "lookup")
+        budgets = controller.budgets("lookup", [one], [])
+        assert budgets[0] >= 4
+        controller.observe_drafting("lookup", [one], budgets, seconds)
+        controller.observe(one, 6 + step, [1], 0, 0)
+    assert controller.budgets("lookup", [one], []) == [8]

@@ -122,6 +122,7 @@ class Controller(FixedLengths):
         self._per_step: dict[str, float] = {}
         self._per_depth: dict[str, float] = {}
         self._per_read: dict[str, float] = {}
+        self._for_nothing: dict[str, float] = {}  # its last call that brought no drafts
         self._probing: dict[str, float] = {}
         self._probed: set[str] = set()  # in this step
         self._forwards = 0.0  # seconds of forwards
@@ -199,12 +200,14 @@ class Controller(FixedLengths):
         elif depth:
             self._per_step[drafter] = _learned(known, seconds)
             self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
-        elif seconds > known and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
-            # Took its time, and had nothing: as good as wrong, and no cheaper.
-            self._per_step[drafter] = _learned(known, seconds)
-            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds)
-            for candidate in asked:
-                self._estimate(self._standing(candidate.request_id), drafter).observe(0, kept=False)
+        elif asked and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
+            # Had nothing: as good as wrong, and no cheaper. The very first call of all may take any time.
+            before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), seconds
+            if min(before, seconds) > known:
+                self._per_step[drafter] = _learned(known, min(before, seconds))
+                self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), min(before, seconds))
+                for candidate in asked:
+                    self._estimate(self._standing(candidate.request_id), drafter).observe(0, kept=False)
 
     def observe_step(self, rest: float) -> None:
         """All of a step but forward and drafting took `rest` seconds."""
