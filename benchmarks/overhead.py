@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline import LLM, PacelineError, SamplingParams
-from paceline.draft import LookupDrafter, NoDrafter
+from paceline.draft import LookupDrafter
 from paceline.models import resolve
 from paceline.types import DraftContext, Proposal
 
@@ -34,7 +34,7 @@ LIMITS = {"temperature 1": 3, "top-p 0.9 and penalties": 8}
 K = 4
 
 
-class Guesses(NoDrafter):
+class Guesses(LookupDrafter):
     """Says what was said: its drafts cost nothing to make and are as good as never kept."""
 
     name = "guesses"

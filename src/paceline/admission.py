@@ -16,7 +16,7 @@ from .rng import derive_seed, fresh_seed
 from .sampling import CompiledGrammar, GrammarCompiler, History, Softmax, bad_word_sequences, cloned
 from .sequence import Group, Sequence
 from .text import TextStream
-from .types import Backend, BackendInfo, Distribution, IntArray, Proposal, Request, Tokenizer
+from .types import NOTHING, Backend, BackendInfo, Distribution, IntArray, Proposal, Request, Tokenizer
 
 Q_TOLERANCE = 1e-6
 """How far a row of q may be from summing to 1; the law is exact up to that."""
@@ -119,9 +119,11 @@ def admit_proposal(
     """
     if isinstance(answer, PacelineError):
         raise answer
-    fault = None
     if not isinstance(answer, Proposal):
         raise DrafterError(f"{who}: {answer!r} where a Proposal was asked for")
+    if not answer.tokens:
+        return NOTHING
+    fault = None
     if len(answer) > budget:
         fault = f"{len(answer)} drafts where at most {budget} were asked for"
     elif not answer.is_chain:

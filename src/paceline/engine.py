@@ -25,10 +25,9 @@ from .rng import KeyedDraws
 from .sampling import CompiledGrammar, GrammarCompiler
 from .schedule import MAX_DRAFTS, Candidate, Controller, FixedLengths, Scheduler, Turn, parts
 from .sequence import Sequence, TargetRows
-from .types import FORCED, Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
+from .types import FORCED, NOTHING, Backend, DraftContext, Drafter, Draws, Proposal, Role, Segment, StreamChunk, Verdict
 from .verify import verify_block, verify_point, verify_rejection
 
-EMPTY = Proposal.point(())
 LOGITS_BYTES = 1 << 28
 """Memory cap for the logits of one forward, at 8 bytes each; a step that needs more takes several forwards."""
 
@@ -41,7 +40,7 @@ class Work:
     turn: Turn
     draws: Draws
     candidate: Candidate | None = None
-    proposal: Proposal = EMPTY
+    proposal: Proposal = NOTHING
     logits: np.ndarray | None = None
 
     @property

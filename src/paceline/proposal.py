@@ -101,6 +101,10 @@ def _tree(tokens: Iterable[int], parents: Iterable[int] | None) -> tuple[tuple[i
     return toks, pars
 
 
+NOTHING = Proposal.point(())
+"""No drafts: what most steps of most texts come to."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """What a verification rule decided; never edited afterwards.

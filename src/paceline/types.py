@@ -50,10 +50,11 @@ from .outputs import (
     TokenKind,
 )
 from .params import SamplingParams, Verification
-from .proposal import FORCED, Proposal, Verdict
+from .proposal import FORCED, NOTHING, Proposal, Verdict
 
 __all__ = [
     "FORCED",
+    "NOTHING",
     "Backend",
     "BackendInfo",
     "CompletionOutput",

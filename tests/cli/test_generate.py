@@ -147,13 +147,11 @@ def test_stats_go_to_stderr() -> None:
     assert "1: 100 %" in both.stderr
 
 
-def test_a_speed_that_nobody_measured_is_none() -> None:
-    """All came with the prompt's own step; 0.0 tokens per second would be a measurement."""
+def test_the_last_step_counts() -> None:
+    """vllm#47616 in kind: what was booked after the output was made is missing in it; a single token had no speed."""
     base = ["--raw", "--prompt", "the cat", "--seed", "1"]
-    assert toy(*base, "--max-tokens", "1")["timing"]["tokens_per_second"] is None
+    assert toy(*base, "--max-tokens", "1")["timing"]["tokens_per_second"] > 0
     assert toy(*base, "--max-tokens", "5")["timing"]["tokens_per_second"] > 0
-    shown = paceline("generate", "--model", "toy", *base, "--max-tokens", "1", "--stats").stderr
-    assert "- tokens/s (1 tokens in 0.00 s)" in shown
 
 
 def test_drafts_are_shown_on_a_terminal_only() -> None:

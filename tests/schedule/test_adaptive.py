@@ -439,3 +439,11 @@ def test_a_cold_first_call_for_nothing_makes_lookup_no_dear_drafter() -> None:
         controller.observe_drafting("lookup", [one], budgets, seconds)
         controller.observe(one, 6 + step, [1], 0, 0)
     assert controller.budgets("lookup", [one], []) == [8]
+
+
+def test_forced_drafts_are_believed_from_the_first() -> None:
+    """On steep machines a draft of the common prior does not pay; what a grammar forces does, also in short answers."""
+    controller = Controller(CostTable([1, 2, 5], [0], [[10.0, 19.0, 30.0]]))
+    forced = Proposal.point([1, 2, 3, 4], sources=(("forced", 4),))
+    assert controller.lengths([candidate(0, forced)], []) == [4]
+    assert controller.lengths([candidate(1, Proposal.point([1, 2, 3, 4]))], []) == [0]

@@ -9,7 +9,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..errors import PacelineError
-from ..types import FORCED, Distribution, DraftContext, Drafter, Proposal
+from ..types import FORCED, NOTHING, Distribution, DraftContext, Drafter, Proposal
 from .guarded import GuardedDrafter
 from .none import NoDrafter
 
@@ -41,7 +41,7 @@ class ForcedDrafter:
             except PacelineError as error:
                 answers.append(error)
                 continue
-            answers.append(Proposal.point(start, sources=((FORCED, len(start)),)))
+            answers.append(Proposal.point(start, sources=((FORCED, len(start)),)) if start else NOTHING)
             if len(start) < budget:
                 asked.append(i)
                 with_start.append(replace(context, start=start) if start else context)
@@ -80,7 +80,7 @@ def _begins_with(answer: Any, start: tuple[int, ...]) -> bool:
     they do and dropped when they do not: whether they are judged by their q would depend on the tokens themselves.
     """
     size = len(start)
-    if not isinstance(answer, Proposal):
+    if not size or not isinstance(answer, Proposal):
         return True
     try:
         if answer.tokens[:size] != start or answer.parents[:size] != tuple(range(-1, size - 1)):

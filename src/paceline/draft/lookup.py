@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvariantError, PacelineError
 from ..params import integer
-from ..types import FORCED, DraftContext, Proposal
+from ..types import FORCED, NOTHING, DraftContext, Proposal
 
 __all__ = ["LookupDrafter"]
 
@@ -60,6 +60,9 @@ class LookupDrafter:
                 )
             start = context.start[:budget]
             size, behind = history.continuation(start, budget - len(start)) if history else (0, [])
+            if not start and not behind:
+                proposals.append(NOTHING)
+                continue
             sources = ((FORCED, len(start)), *_sources(size, len(behind)))
             proposals.append(Proposal.point((*start, *behind), sources=sources))
         return proposals

@@ -38,11 +38,11 @@ class Acceptance:
     counted (censoring); that is all there is to "at least", for a position is only ever compared with itself.
 
     memory: what is left of a count at the next observation of its position. parent: what to believe, and tell, where
-    little was seen here; by default PRIOR_MEAN throughout.
+    little was seen here; by default `mean` throughout.
     """
 
-    def __init__(self, memory: float = POOL_MEMORY, parent: Acceptance | None = None) -> None:
-        self._memory, self._parent = memory, parent
+    def __init__(self, memory: float = POOL_MEMORY, parent: Acceptance | None = None, mean: float = PRIOR_MEAN) -> None:
+        self._memory, self._parent, self._mean = memory, parent, mean
         self._weight = PRIOR_WEIGHT if parent is None else POOL_WEIGHT
         self._kept: list[float] = []
         self._seen: list[float] = []
@@ -62,7 +62,7 @@ class Acceptance:
         if self._parent is not None:
             prior = self._parent.at(i)
         else:
-            prior = self.at(min(i, len(self._seen)) - 1) if i and self._seen else PRIOR_MEAN
+            prior = self.at(min(i, len(self._seen)) - 1) if i and self._seen else self._mean
         if i >= len(self._seen):
             return prior
         return (self._kept[i] + self._weight * prior) / (self._seen[i] + self._weight)

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import mul
 
 from ..types import FORCED, Proposal
-from .adaptive import MARGIN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
+from .adaptive import MARGIN, PRIOR_MEAN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
 __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
@@ -16,6 +16,7 @@ __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
 MAX_DRAFTS = 16
 """Most drafts of one request in one step."""
 CHEAP = 0.02  # share of a forward up to which drafting is as good as free
+SURE = 0.99  # of forced drafts, as long as none is rejected
 RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
 FIRST = 4  # drafts of a drafter whose cost nobody knows yet
 PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time,
@@ -238,7 +239,7 @@ class Controller(FixedLengths):
 
     def _estimate(self, standing: _Standing, source: str) -> Acceptance:
         if source not in standing.estimates:
-            pool = self._pool.setdefault(source, Acceptance())
+            pool = self._pool.setdefault(source, Acceptance(mean=SURE if source == FORCED else PRIOR_MEAN))
             standing.estimates[source] = Acceptance(REQUEST_MEMORY, pool)
         return standing.estimates[source]
 
