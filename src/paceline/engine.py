@@ -239,8 +239,9 @@ class Engine:
         if type(self.controller) is FixedLengths and not any(w.turn.drafts for w in decoding):
             return
         for w in decoding:
-            fixed = w.sequence.request.params.draft_length is not None
-            w.candidate = Candidate(w.sequence.request.request_id, w.share, w.turn.drafts, fixed)
+            request, params = w.sequence.request, w.sequence.request.params
+            w.candidate = Candidate(request.request_id, w.share, w.turn.drafts, params.draft_length is not None)
+            w.candidate.has_grammar = params.grammar is not None
         candidates = [w.candidate for w in decoding if w.candidate is not None]
         for stage in self.stages:
             name = stage.inner.name.removeprefix(f"{FORCED}+")

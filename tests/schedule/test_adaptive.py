@@ -447,3 +447,26 @@ def test_forced_drafts_are_believed_from_the_first() -> None:
     forced = Proposal.point([1, 2, 3, 4], sources=(("forced", 4),))
     assert controller.lengths([candidate(0, forced)], []) == [4]
     assert controller.lengths([candidate(1, Proposal.point([1, 2, 3, 4]))], []) == [0]
+
+
+def test_who_is_quiet_is_asked_seldom_where_asking_is_not_for_nothing() -> None:
+    """What it takes to ask and to weigh is a few per cent of a short step, however little it is."""
+    for forward, asked in ((100.0, 40), (1.0, 8 + 8)):
+        controller = Controller(CostTable([1, 2, 16], [0], [[forward, 2.5 * forward, 30 * forward]]))
+        controller._per_step = {"lookup": 0.01}
+        calls = 0
+        for step in range(40):
+            one = Candidate(0, (1, 100 + step), 8, False, has_grammar=False)
+            (budget,) = controller.budgets("lookup", [one], [])
+            calls += budget > 0
+            controller.observe(one, 101 + step, [1], 0, 0)
+        assert calls == asked
+        for candidate_ in (
+            Candidate(0, (1, 141), 8, True),
+            Candidate(0, (1, 141), 8, False, has_grammar=True),
+            Candidate(1, (1, 141), 8, False),
+        ):
+            assert controller.budgets("lookup", [candidate_], []) == [8]
+        # One draft that is verified, and it is asked about in every step again.
+        controller.observe(Candidate(0, (1, 141), 8, False), 142, [1, 2], 1, 1)
+        assert controller.budgets("lookup", [Candidate(0, (1, 141), 8, False)], []) == [8]

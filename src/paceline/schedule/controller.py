@@ -18,6 +18,10 @@ MAX_DRAFTS = 16
 CHEAP = 0.02  # share of a forward up to which drafting is as good as free
 SURE = 0.99  # of forced drafts, as long as none is rejected
 RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
+QUIET = 8  # steps without drafts behind which a request is asked about in every
+SELDOM = 4  # of its steps only, where asking alone takes more than
+BRIEF = 0.005  # of a forward
+PLAIN_SEEN = 4  # one in so many forwards without drafts is compared with what it should have taken
 FIRST = 4  # drafts of a drafter whose cost nobody knows yet
 PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs time,
 PROBE_SHARE = 0.02  # as long as that is all that such attempts take of the forwards' time,
@@ -32,7 +36,7 @@ class Candidate:
 
     share: (1, tokens cached). most: drafts it may have. fixed: whether the request says itself how many; it is then
     given them. proposal: what was drafted, once it was. drafter: who drafted it, and the source of its drafts where the
-    proposal does not say.
+    proposal does not say. has_grammar: whether something may be forced, which no step should miss.
     """
 
     request_id: int
@@ -41,6 +45,7 @@ class Candidate:
     fixed: bool
     proposal: Proposal | None = None
     drafter: str = ""
+    has_grammar: bool = False
 
     @property
     def has_guesses(self) -> bool:
@@ -68,6 +73,7 @@ class _Standing:
 
     estimates: dict[str, Acceptance] = field(default_factory=dict)
     watched: list[_Watched] = field(default_factory=list)
+    quiet: int = 0  # steps without verified drafts
     # By drafter:
     source: dict[str, str] = field(default_factory=dict)  # of its last drafts but forced ones: what to expect of more
     idle: dict[str, int] = field(default_factory=dict)  # steps in which it was not asked
@@ -127,6 +133,7 @@ class Controller(FixedLengths):
         self._probing: dict[str, float] = {}
         self._probed: set[str] = set()  # in this step
         self._forwards = 0.0  # seconds of forwards
+        self._plain = 0  # forwards of one token each
         self._pool: dict[str, Acceptance] = {}
         self._standings: dict[int, _Standing] = {}
 
@@ -139,8 +146,11 @@ class Controller(FixedLengths):
         free = super().budgets(drafter, candidates, others)
         if not most or drafter not in self._per_step:
             return [n if c.fixed else min(n, FIRST) for c, n in zip(candidates, free, strict=True)]
-        if self._per_step[drafter] < CHEAP * self.costs.seconds(len(candidates), candidates[0].share[1]):
+        share = self._per_step[drafter] / self.costs.seconds(len(candidates), candidates[0].share[1])
+        if share < BRIEF:
             return free
+        if share < CHEAP:
+            return [0 if self._rests(c) else n for c, n in zip(candidates, free, strict=True)]
         hoped = [self._hoped(drafter, candidate) for candidate in candidates]
         have = [h if c.fixed and n else self._drafted(c) for c, n, h in zip(candidates, free, hoped, strict=True)]
         # Whoever has drafts that were drawn keeps them, whatever they are.
@@ -173,10 +183,13 @@ class Controller(FixedLengths):
 
     def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of the target took `seconds`."""
-        self.costs.observe(shares, seconds)
         self._forwards = self._forwards * PROBE_MEMORY + seconds
         for drafter in self._probing:
             self._probing[drafter] *= PROBE_MEMORY
+        is_plain = sum(tokens for tokens, _ in shares) == len(shares)
+        self._plain += is_plain
+        if not is_plain or self._plain % PLAIN_SEEN == 1:
+            self.costs.observe(shares, seconds)
 
     def observe_drafting(
         self, drafter: str, candidates: Sequence[Candidate], budgets: Sequence[int], seconds: float
@@ -217,16 +230,20 @@ class Controller(FixedLengths):
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
         standing, proposal = self._standing(candidate.request_id), candidate.proposal
-        if candidate.has_guesses and proposal is not None:
-            standing.source[candidate.drafter] = _place(_sources(candidate), len(proposal) - 1)[0]
-        if proposal is not None and proposal.kind == "sampled":
-            for i in range(min(accepted + 1, verified)):
-                source, place = _place(_sources(candidate), i)
-                self._estimate(standing, source).observe(place, i < accepted)
-        elif proposal is not None and len(proposal):
-            standing.watched.append(_Watched(position, proposal.tokens, _sources(candidate)))
-            del standing.watched[:-WATCHED]
-        standing.watched = [w for w in standing.watched if self._compare(standing, w, position, taken)]
+        standing.quiet = 0 if verified else standing.quiet + 1
+        if proposal is not None and proposal.tokens:
+            sources = _sources(candidate)
+            if candidate.has_guesses:
+                standing.source[candidate.drafter] = _place(sources, len(proposal) - 1)[0]
+            if proposal.kind == "sampled":
+                for i in range(min(accepted + 1, verified)):
+                    source, place = _place(sources, i)
+                    self._estimate(standing, source).observe(place, i < accepted)
+            else:
+                standing.watched.append(_Watched(position, proposal.tokens, sources))
+                del standing.watched[:-WATCHED]
+        if standing.watched:
+            standing.watched = [w for w in standing.watched if self._compare(standing, w, position, taken)]
 
     def forget(self, request_id: int) -> None:
         """The request is over."""
@@ -271,6 +288,12 @@ class Controller(FixedLengths):
         first, each = self._to_read(drafter, candidate) / HORIZON, self._per_depth[drafter]
         seconds = [first + each * n for n in range(1, len(chances) - forced + 1)]
         return Ask(candidate.share, 1.0, chances, [0.0] * forced + seconds)
+
+    def _rests(self, candidate: Candidate) -> bool:
+        """Whether a request in which nothing was worth verifying for long need not be asked about in this step."""
+        if candidate.fixed or candidate.has_grammar or candidate.share[1] % SELDOM == 0:
+            return False
+        return self._standing(candidate.request_id).quiet >= QUIET
 
     def _unread(self, drafter: str, candidate: Candidate) -> int:
         """Tokens that were committed since `drafter` was asked."""
