@@ -241,7 +241,7 @@ class Engine:
         for w in decoding:
             request, params = w.sequence.request, w.sequence.request.params
             w.candidate = Candidate(request.request_id, w.share, w.turn.drafts, params.draft_length is not None)
-            w.candidate.has_grammar = params.grammar is not None
+            w.candidate.has_grammar, w.candidate.greedy = params.grammar is not None, params.temperature == 0.0
         candidates = [w.candidate for w in decoding if w.candidate is not None]
         for stage in self.stages:
             name = stage.inner.name.removeprefix(f"{FORCED}+")

@@ -12,7 +12,7 @@ from paceline.backend.toy import ToyBackend
 from paceline.draft import AutoDrafter, ForcedDrafter, LookupDrafter, ModelDrafter, open_drafter, parse_drafter
 from paceline.engine import Engine
 from paceline.errors import BackendError, DrafterError, InvalidParams
-from paceline.schedule import Controller, CostTable
+from paceline.schedule import Candidate, Controller, CostTable
 from paceline.types import DraftContext, Drafter, Proposal, RequestOutput
 
 from .fakes import context_of
@@ -153,14 +153,15 @@ def test_a_dear_one_without_drafts_leaves_those_of_the_cheap_one() -> None:
     controller._per_step = {"cheap": 0.0, "dear": 1.0}
     controller._per_depth = {"cheap": 0.0, "dear": 1e-9}
     engine = Engine(target, AutoDrafter(cheap, dear, "auto:dear"), controller=controller)
+    believer = Candidate(0, (1, 0), 8, False, greedy=True)
     for _ in range(50):  # the cheap one is always wrong, the dear one is believed to be right half the time
-        controller._estimate(controller._standing(0), "cheap").observe(0, kept=False)
+        controller._estimate(controller._standing(believer), "cheap").observe(0, kept=False)
     engine.add([1, 2, 3], SamplingParams(max_tokens=20, temperature=0.0))
     while engine.has_work:
         engine.step()
     assert dear.asked
-    assert len(controller._pool["cheap"]._seen) > 0
-    assert controller._pool["dear"]._seen == [], "drafts were booked on a drafter that had none"
+    assert len(controller._pool["cheap", True]._seen) > 0
+    assert controller._pool["dear", True]._seen == [], "drafts were booked on a drafter that had none"
 
 
 def test_by_name_on_a_toy() -> None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from operator import mul
 
 from ..types import FORCED, Proposal
-from .adaptive import MARGIN, PRIOR_MEAN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
+from .adaptive import MARGIN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
 __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
@@ -16,7 +16,6 @@ __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
 MAX_DRAFTS = 16
 """Most drafts of one request in one step."""
 CHEAP = 0.02  # share of a forward up to which drafting is as good as free
-SURE = 0.99  # of forced drafts, as long as none is rejected
 RATE, FALL = 0.1, 0.3  # of what is learned of a step's times, where they rise and where they fall
 QUIET = 8  # steps without drafts behind which a request is asked about in every
 SELDOM = 4  # of its steps only, where asking alone takes more than
@@ -36,7 +35,8 @@ class Candidate:
 
     share: (1, tokens cached). most: drafts it may have. fixed: whether the request says itself how many; it is then
     given them. proposal: what was drafted, once it was. drafter: who drafted it, and the source of its drafts where the
-    proposal does not say. has_grammar: whether something may be forced, which no step should miss.
+    proposal does not say. has_grammar: whether something may be forced, which no step should miss. greedy: whether its
+    temperature is 0; drafts are kept more often then.
     """
 
     request_id: int
@@ -46,6 +46,7 @@ class Candidate:
     proposal: Proposal | None = None
     drafter: str = ""
     has_grammar: bool = False
+    greedy: bool = False
 
     @property
     def has_guesses(self) -> bool:
@@ -71,6 +72,7 @@ class _Watched:
 class _Standing:
     """What is known of one request."""
 
+    greedy: bool
     estimates: dict[str, Acceptance] = field(default_factory=dict)
     watched: list[_Watched] = field(default_factory=list)
     quiet: int = 0  # steps without verified drafts
@@ -134,7 +136,7 @@ class Controller(FixedLengths):
         self._probed: set[str] = set()  # in this step
         self._forwards = 0.0  # seconds of forwards
         self._plain = 0  # forwards of one token each
-        self._pool: dict[str, Acceptance] = {}
+        self._pool: dict[tuple[str, bool], Acceptance] = {}  # by source, and whether drafts were judged greedily
         self._standings: dict[int, _Standing] = {}
 
     def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
@@ -203,7 +205,7 @@ class Controller(FixedLengths):
         depth = max(drafted, default=0)
         unread = sum(self._unread(drafter, candidate) for candidate in asked)
         for candidate in asked:
-            self._standing(candidate.request_id).read[drafter] = candidate.share[1]
+            self._standing(candidate).read[drafter] = candidate.share[1]
         if drafter in self._probed:
             self._probed.remove(drafter)
             self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
@@ -221,7 +223,7 @@ class Controller(FixedLengths):
                 self._per_step[drafter] = _learned(known, min(before, seconds))
                 self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), min(before, seconds))
                 for candidate in asked:
-                    self._estimate(self._standing(candidate.request_id), drafter).observe(0, kept=False)
+                    self._estimate(self._standing(candidate), drafter).observe(0, kept=False)
 
     def observe_step(self, rest: float) -> None:
         """All of a step but forward and drafting took `rest` seconds."""
@@ -229,7 +231,7 @@ class Controller(FixedLengths):
 
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """A step's outcome: `taken` tokens from `position` on, `accepted` of the `verified` first drafts kept."""
-        standing, proposal = self._standing(candidate.request_id), candidate.proposal
+        standing, proposal = self._standing(candidate), candidate.proposal
         standing.quiet = 0 if verified else standing.quiet + 1
         if proposal is not None and proposal.tokens:
             sources = _sources(candidate)
@@ -251,12 +253,15 @@ class Controller(FixedLengths):
 
     # --- beliefs ------------------------------------------------------------------------------------
 
-    def _standing(self, request_id: int) -> _Standing:
-        return self._standings.setdefault(request_id, _Standing())
+    def _standing(self, candidate: Candidate) -> _Standing:
+        known = self._standings.get(candidate.request_id)
+        if known is None:
+            known = self._standings[candidate.request_id] = _Standing(candidate.greedy)
+        return known
 
     def _estimate(self, standing: _Standing, source: str) -> Acceptance:
         if source not in standing.estimates:
-            pool = self._pool.setdefault(source, Acceptance(mean=SURE if source == FORCED else PRIOR_MEAN))
+            pool = self._pool.setdefault((source, standing.greedy), Acceptance(source=source))
             standing.estimates[source] = Acceptance(REQUEST_MEMORY, pool)
         return standing.estimates[source]
 
@@ -274,13 +279,13 @@ class Controller(FixedLengths):
         return position + len(taken) - watched.position < len(watched.tokens)
 
     def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> list[float]:
-        standing = self._standing(candidate.request_id)
+        standing = self._standing(candidate)
         single = [self._estimate(standing, source).at(i) for source, size in sources for i in range(size)]
         return list(accumulate(single[: candidate.most], mul))
 
     def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
-        source = self._standing(candidate.request_id).source.get(drafter, drafter)
+        source = self._standing(candidate).source.get(drafter, drafter)
         forced = candidate.num_forced
         chances = self._chances(candidate, [(FORCED, forced), (source, max(candidate.most - forced, 0))])
         if candidate.fixed:
@@ -293,11 +298,11 @@ class Controller(FixedLengths):
         """Whether a request in which nothing was worth verifying for long need not be asked about in this step."""
         if candidate.fixed or candidate.has_grammar or candidate.share[1] % SELDOM == 0:
             return False
-        return self._standing(candidate.request_id).quiet >= QUIET
+        return self._standing(candidate).quiet >= QUIET
 
     def _unread(self, drafter: str, candidate: Candidate) -> int:
         """Tokens that were committed since `drafter` was asked."""
-        return candidate.share[1] - self._standing(candidate.request_id).read.get(drafter, 0)
+        return candidate.share[1] - self._standing(candidate).read.get(drafter, 0)
 
     def _to_read(self, drafter: str, candidate: Candidate) -> float:
         """Seconds of reading before `drafter` can draft for it."""
@@ -311,7 +316,7 @@ class Controller(FixedLengths):
         probes = [0] * len(candidates)
         left = PROBE_SHARE * self._forwards - self._probing.get(drafter, 0.0)
         for i, candidate in enumerate(candidates):
-            idle = self._standing(candidate.request_id).idle
+            idle = self._standing(candidate).idle
             idle[drafter] = 0 if drafts[i] else idle.get(drafter, 0) + 1
             cost = self._to_read(drafter, candidate) + self._per_depth[drafter]
             may = candidate.most and not candidate.fixed and not _is_drawn(candidate)
