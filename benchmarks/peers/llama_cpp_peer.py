@@ -51,7 +51,7 @@ class LlamaClass:
             n_threads_batch=threads,
             flash_attn=options.flash_attn,
             draft_model=self.draft,
-            # The library asks for all rows by itself with a draft model, but keeps n_batch of them: a longer prompt fails.
+            # The library asks for all rows itself with a draft model, but keeps n_batch of them: long prompts fail.
             logits_all=self.draft is not None,
             verbose=False,
         )
