@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import ForcedDrafter, LookupDrafter, ModelDrafter, NoDrafter
+from paceline.draft import AutoDrafter, ForcedDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.types import Backend, Distribution, DraftContext, Drafter, Proposal, RequestOutput
@@ -290,7 +290,13 @@ DRAFTERS: dict[str, Build] = {
     "model": lambda world, target, streams: second_model(world, target),
     "adversary": adversary,
     "forced+lookup": lambda world, target, streams: ForcedDrafter(LookupDrafter(2, 1)),
-    "forced+model": lambda world, target, streams: ForcedDrafter(second_model(world, target)),
+    # As the registry builds them.
+    "forced+model": lambda world, target, streams: AutoDrafter(
+        ForcedDrafter(), ForcedDrafter(second_model(world, target)), "forced+model"
+    ),
+    "auto": lambda world, target, streams: AutoDrafter(
+        ForcedDrafter(LookupDrafter(2, 1)), ForcedDrafter(second_model(world, target)), "auto"
+    ),
 }
 
 # --- running them -------------------------------------------------------------------------------------

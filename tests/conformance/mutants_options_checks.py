@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import ForcedDrafter, LookupDrafter, ModelDrafter
+from paceline.draft import AutoDrafter, ForcedDrafter, LookupDrafter, ModelDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.rng import derive_seed
@@ -84,7 +84,7 @@ for group, group_names in GROUPS.items():
 
 
 def forced_model(scene: Scene, target: ToyBackend) -> Any:
-    return ForcedDrafter(model(scene, target))
+    return AutoDrafter(ForcedDrafter(), ForcedDrafter(model(scene, target)), "forced+model")
 
 
 def law_of_option(drafter: DrafterFactory, rule: Any, options: dict[str, Any], prompt: Tokens = (0, 2)) -> None:

@@ -19,6 +19,8 @@ from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.schedule import Candidate, Controller, CostTable
 from paceline.schedule.cost import Share
+from paceline.types import DraftContext
+from tests.drafters import TableDrafter
 from tests.verify.tables import PAIRS, Tables
 
 from .engine_oracle import assert_same_law
@@ -121,6 +123,47 @@ def test_both_of_two_drafters_are_asked() -> None:
         )
     )
     assert {"lookup", "test-table"} == ASKED
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Draws with noise of their own, so that two drafters may draw for one place."""
+
+    draws: Any
+
+    def pick(self, weights: Any, position: int, role: Any, *, ids: Any = None, node: int = 0) -> int:
+        return int(self.draws.pick(weights, position, role, ids=ids, node=node + 100))
+
+
+class First(TableDrafter):
+    """Stops behind a 1: how many drafts it has hangs on what was drawn."""
+
+    name = "first"
+
+    def __init__(self) -> None:
+        super().__init__(lambda tokens: (0.8, 0.2), more=lambda tokens, drafts: 1 not in drafts)
+
+    def propose(self, contexts: Sequence[DraftContext], budgets: Sequence[int]) -> list[Any]:
+        return super().propose([dataclasses.replace(c, draws=Elsewhere(c.draws)) for c in contexts], budgets)
+
+
+def two_that_draw(scene: Scene, target: ToyBackend) -> AutoDrafter:
+    return AutoDrafter(First(), sampling(scene, target), "auto:test")
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_drafts_that_were_drawn_are_not_given_up_for_others(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the negative control: where the second takes their place, their number decides it, and the law is lost."""
+    ask = Ask((0,), SamplingParams(seed=SUBJECT, verification="rejection", max_tokens=3))
+    q = constant(0.5, 0.5)
+    s = AdaptiveScene(logits=logits_of(q), q=q, drafter=two_that_draw, asks=(ask,), steep=0.1)
+    if kept:
+        assert_same_law(law(s), s.plain(ask))
+        return
+    monkeypatch.setattr("paceline.schedule.controller._is_drawn", lambda candidate: False)
+    monkeypatch.setattr(Candidate, "has_guesses", False)
+    with pytest.raises(AssertionError):
+        assert_same_law(law(s), s.plain(ask))
 
 
 class Peeking(Still):

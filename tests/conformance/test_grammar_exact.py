@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from paceline.backend.toy import ToyBackend
-from paceline.draft import ForcedDrafter, LookupDrafter, ModelDrafter, NoDrafter
+from paceline.draft import AutoDrafter, ForcedDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from paceline.engine import Engine
 from paceline.params import SamplingParams
 from paceline.sampling import GrammarCompiler, History
@@ -395,7 +395,11 @@ def draft_model(target: Any) -> Drafter:
 
 @pytest.mark.parametrize(
     "drafter",
-    [lambda target: LookupDrafter(2, 1), draft_model, lambda target: ForcedDrafter(draft_model(target))],
+    [
+        lambda target: LookupDrafter(2, 1),
+        draft_model,
+        lambda target: AutoDrafter(ForcedDrafter(), ForcedDrafter(draft_model(target)), "forced+model"),
+    ],
     ids=["lookup", "model", "forced+model"],
 )
 def test_twelve_requests_with_a_schema(drafter: Callable[[Any], Drafter]) -> None:

@@ -92,13 +92,11 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What allocate() found: drafts for each request, and what to expect of the step, with and without them."""
+    """What allocate() found: drafts for each request, and what to expect of the step with them."""
 
     drafts: list[int]
     tokens: float
     seconds: float
-    plain_tokens: float
-    plain_seconds: float
 
     @property
     def rate(self) -> float:
@@ -137,4 +135,4 @@ def allocate(
     drafts = [0] * len(asks)
     for _, i, _ in order[:best]:
         drafts[i] += 1
-    return Plan(drafts, best_tokens, best_seconds, plain_tokens, plain_seconds)
+    return Plan(drafts, best_tokens, best_seconds)
