@@ -12,12 +12,13 @@ import pytest
 import paceline
 
 SRC = Path(paceline.__file__).parent
-BASE = {"types", "params", "errors", "rng", "outputs"}
+BASE = {"types", "params", "errors", "rng", "outputs", "compiling"}
 RULES = BASE | {"sampling", "verify"}
 ENGINE = {"admission", "sequence", "engine"}
 # part -> parts it may import besides itself
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "compiling": set(),
     "params": {"errors"},
     "outputs": {"errors"},
     "proposal": {"errors"},

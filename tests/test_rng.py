@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import subprocess
 import sys
 
@@ -349,35 +348,3 @@ class TestSeeds:
 
 def test_repr_names_what_a_replay_needs():
     assert repr(KeyedDraws(12, 3)) == "KeyedDraws(seed=12, step_start=3)"
-
-
-def test_kernels_compile_where_nothing_can_be_cached(monkeypatch):
-    """A read-only installation without a home directory: numba then refuses cache=True when it decorates."""
-    real = numba.njit
-
-    def refuse(*args, **options):
-        if options.get("cache"):
-            raise RuntimeError("cannot cache function: no locator available")
-        return real(*args, **options)
-
-    monkeypatch.setattr(numba, "njit", refuse)
-    assert rng.kernel(lambda x: x + 1)(1) == 2
-
-
-def test_a_kernel_is_compiled_anew_when_what_it_inlines_has_changed(tmp_path):
-    """Numba looks at a kernel's own file only: after an update others would have gone on as they were."""
-    (tmp_path / "outer.py").write_text(
-        "from inner import value\nfrom paceline.rng import kernel\n@kernel\ndef total():\n    return value() + 1\n"
-        "print(total())\n"
-    )
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONDONTWRITEBYTECODE": "1"}
-    shown = []
-    for value in ("1", "1 + 10", "1 + 10"):
-        inner = tmp_path / "inner.py"
-        text = f"from paceline.rng import inlined\n@inlined\ndef value():\n    return {value}\n"
-        if not inner.exists() or inner.read_text() != text:
-            inner.write_text(text)
-        command = [sys.executable, "-c", "import outer"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
-        shown.append(done.stdout.strip())
-    assert shown == ["2", "12", "12"]

@@ -26,15 +26,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
-from functools import lru_cache
-from pathlib import Path
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from .compiling import inlined, kernel
 from .errors import InvalidDistribution, InvalidInput
 from .types import FloatArray, IntArray, Role
 
@@ -44,8 +42,6 @@ __all__ = [
     "counter_words",
     "derive_seed",
     "fresh_seed",
-    "inlined",
-    "kernel",
     "limit_of",
     "philox4x32",
     "philox4x32_rows",
@@ -57,44 +53,12 @@ __all__ = [
 
 Words4 = tuple[int, int, int, int]
 Key = tuple[int, int, int, int, int]
-F = TypeVar("F", bound=Callable[..., Any])
 
 MASK32 = 0xFFFFFFFF
 MAX_SEED = 2**64 - 1
 MAX_POSITION = 2**32 - 1
 MAX_NODE = 2**24 - 1
 DERIVE = 255  # stands where a role stands in counter word 3; no draw has this role
-
-
-def kernel(function: F) -> F:
-    """Compile `function` with numba on first use, on the calling thread, without fast-math, cached on disk."""
-    return _compiled(function)
-
-
-def inlined(function: F) -> F:
-    """Compile like `kernel`, always inline: a call left in a loop keeps LLVM from vectorising it."""
-    return _compiled(function, forceinline=True)
-
-
-def _compiled(function: F, **options: Any) -> F:
-    options |= {"nogil": True, "error_model": "numpy"}
-    try:
-        compiled = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder that numba may write to: every process compiles for itself
-        return cast(F, numba.njit(**options)(function))
-    # Numba looks at the function's own file to see whether what it cached is fresh; it inlines from others too.
-    file: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
-    if hasattr(file, "_source_stamp"):
-        file._source_stamp = (file._source_stamp, _stamp_of(Path(function.__code__.co_filename).parent))
-    return cast(F, compiled)
-
-
-@lru_cache
-def _stamp_of(folder: Path) -> tuple[tuple[int, int], ...]:
-    """Time and size of this file, and of all in another folder of kernels."""
-    here = Path(__file__)
-    stats = [path.stat() for path in ([here] if folder == here.parent else [here, *sorted(folder.glob("*.py"))])]
-    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 # --- Philox4x32-10 ----------------------------------------------------------------------------------

@@ -282,7 +282,7 @@ def test_a_window_off_by_one_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatc
     for layer in model.model.layers:
         monkeypatch.setattr(layer.self_attn.config, "sliding_window", 9)
     view = Step.views
-    monkeypatch.setattr(Step, "views", lambda self, window, *a: view(self, window and window + 1, *a))
+    monkeypatch.setattr(Step, "views", lambda self, window, *a, **k: view(self, window and window + 1, *a, **k))
     with pytest.raises(ModelFormatError, match="differ from those of the model's own attention"):
         HFBackend(model, max_len=128)
 

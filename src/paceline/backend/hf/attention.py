@@ -10,18 +10,24 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ...errors import BackendError, UnsupportedOption
-from .step import Step, View, current_step
+from .rows import attend_rows
+from .step import Few, Step, View, current_step
 
 __all__ = ["NAME", "attention"]
 
 NAME = "paceline"
 
+MOST_THREADS: int = vars(numba.config)["NUMBA_NUM_THREADS"]  # it is not in numba's annotations
+# What rows.py can read, and in what it sums.
+SUMS = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 # Keywords that say nothing about the mathematics of one attention call, whatever their value.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits", "output_hidden_states"})
 # Keywords that change nothing with exactly this value.
@@ -94,23 +100,45 @@ def _attend(
     _write(step, keys, key)
     _write(step, values, value)
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    views = step.views(window, groups, query.dtype)
+    few = step.few(window) if query.is_cpu and query.dtype in SUMS and not softcap and sinks is None else None
+    views = step.views(window, groups, query.dtype, but_few=few is not None)
     call = (scale, softcap, sinks)
-    if len(views) == 1 and not views[0].wide:
+    if few is None and len(views) == 1 and not views[0].wide:
         out = _one(query.reshape(1, heads, -1, query.shape[3]), keys, values, views[0], *call)
         return out.view(1, heads * groups, step.total, -1).transpose(1, 2).contiguous()
     rows = query[0].transpose(0, 1).unflatten(1, (heads, groups))  # type: ignore[no-untyped-call]
-    parts = []  # [n, Hkv, G, Dv] each
+    out = query.new_empty(step.total, heads, groups, value.shape[3])
+    if few is not None:
+        if few.rows is None:
+            out.copy_(_all_few(rows, keys, values, few, window, scale))
+        else:
+            found = _all_few(rows.index_select(0, few.rows), keys, values, few, window, scale)
+            out.index_copy_(0, few.rows, found.to(out.dtype))
     for view in views:
         q = rows.narrow(0, view.at, view.count)
         if view.count == 1:
-            parts.append(_one(q, keys, values, view, *call))
+            found = _one(q, keys, values, view, *call)
         elif view.wide:
-            parts.append(_one(q.permute(1, 2, 0, 3), keys, values, view, *call).permute(2, 0, 1, 3))
+            found = _one(q.permute(1, 2, 0, 3), keys, values, view, *call).permute(2, 0, 1, 3)
         else:
-            out = _one(q.permute(1, 2, 0, 3).reshape(1, heads, -1, q.shape[3]), keys, values, view, *call)
-            parts.append(out.view(heads, groups, view.count, -1).permute(2, 0, 1, 3))
-    return torch.cat(parts).view(1, step.total, heads * groups, -1)
+            found = _one(q.permute(1, 2, 0, 3).reshape(1, heads, -1, q.shape[3]), keys, values, view, *call)
+            found = found.view(heads, groups, view.count, -1).permute(2, 0, 1, 3)
+        out.narrow(0, view.at, view.count).copy_(found)
+    return out.view(1, step.total, heads * groups, -1)
+
+
+def _all_few(rows: Tensor, keys: Tensor, values: Tensor, few: Few, window: int, scale: float) -> Tensor:
+    """The sequences of `few` at once. rows: [R, Hkv, G, D]; returns [R, Hkv, G, Dv] in the precision of the sums."""
+    query = rows.to(SUMS[rows.dtype]).contiguous()
+    out = query.new_empty(*query.shape[:3], values.shape[3])
+    numba.set_num_threads(min(torch.get_num_threads(), MOST_THREADS))
+    attend_rows(query.numpy(), _raw(keys), _raw(values), few.parts, few.cells, window, scale, out.numpy())
+    return out
+
+
+def _raw(pool: Tensor) -> NDArray[Any]:
+    """[1, Hkv, C, D] as numpy's [Hkv, C, D]; of bfloat16, which numpy does not know, the bits."""
+    return (pool.view(torch.uint16) if pool.dtype == torch.bfloat16 else pool)[0].numpy()
 
 
 def _write(step: Step, pool: Tensor, rows: Tensor) -> None:

@@ -18,11 +18,14 @@ from torch import Tensor
 
 from .pools import Pools
 
-__all__ = ["FOLD_ROWS", "Part", "Step", "View", "current_step"]
+__all__ = ["FEW_ROWS", "FOLD_ROWS", "Few", "Part", "Step", "View", "current_step"]
 
 FOLD_ROWS = 32
 """Up to so many new tokens of one sequence, the query heads of a group are attended as extra rows of their key
 head, so that keys are read once; above, heads are attended one by one and masks need no copy per group."""
+
+FEW_ROWS = 8
+"""Sequences with up to so many new tokens may be attended all at once by rows.py; with more, PyTorch is faster."""
 
 current_step: ContextVar[Step | None] = ContextVar("paceline_step", default=None)
 """The step the running forward belongs to. Some families drop private keywords, so it does not travel as one."""
@@ -64,6 +67,19 @@ class View:
     wide: bool
 
 
+@dataclass(slots=True)
+class Few:
+    """The chains of at most FEW_ROWS new tokens, as rows.py takes them.
+
+    rows: int64[R], their rows in the packed row; None where these are all. parts: int64[P, 4], first row, rows, keys
+    before them, first cell in `cells`: int64.
+    """
+
+    rows: Tensor | None
+    parts: NDArray[np.int64]
+    cells: NDArray[np.int64]
+
+
 class Step:
     """The metadata of one forward; see the module. hits: layers in the order they attended, for the probe."""
 
@@ -73,7 +89,8 @@ class Step:
         self.total = sum(part.count for part in parts)
         self.hits: list[int] = []
         self._page_size = pools.page_size
-        self._views: dict[tuple[int, int, torch.dtype], list[View]] = {}
+        self._views: dict[tuple[int, int, torch.dtype, bool], list[View]] = {}
+        self._few: dict[int, Few | None] = {}
         self._masks: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
         cells = np.concatenate([self._cells(part, part.start) for part in parts])
         first = int(cells[0])
@@ -88,20 +105,40 @@ class Step:
     @property
     def windows(self) -> set[int]:
         """The windows that layers asked for so far."""
-        return {window for window, _, _ in self._views}
+        return {window for window, *_ in self._views}
 
-    def views(self, window: int, groups: int, dtype: torch.dtype) -> list[View]:
+    def views(self, window: int, groups: int, dtype: torch.dtype, *, but_few: bool = False) -> list[View]:
         """What every sequence attends to in a layer with that window (0: none) and that many query heads per
-        key head. Shared by all layers that are alike."""
-        key = (window, groups, dtype)
+        key head. Shared by all layers that are alike. but_few: without those that `few` has."""
+        key = (window, groups, dtype, but_few)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = [self._view(i, part, *key) for i, part in enumerate(self.parts)]
+            wanted = [(i, part) for i, part in enumerate(self.parts) if not (but_few and _is_few(part))]
+            views = self._views[key] = [self._view(i, part, *key[:3]) for i, part in wanted]
         return views
 
+    def few(self, window: int) -> Few | None:
+        """The sequences with few new tokens, in a layer with that window; None where there are none."""
+        if window not in self._few:
+            self._few[window] = self._all_few(window)
+        return self._few[window]
+
+    def _all_few(self, window: int) -> Few | None:
+        parts = [part for part in self.parts if _is_few(part)]
+        if not parts:
+            return None
+        lines, cells, rows, begin, at = [], [], [], 0, 0
+        for part in parts:
+            oldest = _oldest(part, window)
+            cells.append(self._cells(part, oldest))
+            lines.append((at, part.count, part.start - oldest, begin))
+            rows.append(np.arange(part.at, part.at + part.count))
+            begin, at = begin + cells[-1].size, at + part.count
+        named = None if at == self.total else torch.from_numpy(np.concatenate(rows))
+        return Few(named, np.array(lines, np.int64), np.concatenate(cells))
+
     def _view(self, i: int, part: Part, window: int, groups: int, dtype: torch.dtype) -> View:
-        # The first row stands at position `start` and sees back to start - window + 1; rows after it see less far.
-        oldest = max(0, part.start - window + 1) if window else 0
+        oldest = _oldest(part, window)
         length = part.start + part.count - oldest
         first, index = self._keys(part, oldest)
         clipped = bool(window) and length > window
@@ -149,3 +186,12 @@ class Step:
             gone = torch.from_numpy(rows[:, None] - keys[None, :] >= window).to(device)
             mask.masked_fill_(gone, float("-inf"))
         return mask.view(1, 1, repeat * n, length)
+
+
+def _oldest(part: Part, window: int) -> int:
+    """The first position any row of the part sees: its first row stands at `start` and sees back the farthest."""
+    return max(0, part.start - window + 1) if window else 0
+
+
+def _is_few(part: Part) -> bool:
+    return part.count <= FEW_ROWS and part.sees is None

@@ -8,7 +8,7 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from ...rng import inlined, kernel
+from ...compiling import inlined, kernel
 
 SHIFTER = 1.5 * 2.0**52  # adding it leaves the nearest integer in the low bits of the sum
 VANISHING = -1023.0  # the exponent that comes out as exactly 0.0

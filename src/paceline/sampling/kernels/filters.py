@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...rng import BLOCK, kernel
+from ...compiling import kernel
+from ...rng import BLOCK
 from .weights import total_of_ids, weights_of
 
 BUCKETS = 4096

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ...rng import BLOCK, PAIRS, kernel, limit_of, run_block, upper_words
+from ...compiling import kernel
+from ...rng import BLOCK, PAIRS, limit_of, run_block, upper_words
 from .weights import tops_of, weights_of
 
 HALF = 0.5  # how `pick` scales weights of which the largest is 1

@@ -10,7 +10,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
-from ...rng import BLOCK, inlined, kernel
+from ...compiling import inlined, kernel
+from ...rng import BLOCK
 from .exp2 import exp2, exp2_of_six
 
 LANES = 32
@@ -155,7 +156,7 @@ def total(row: Any, peak: float, scale: float) -> Any:
     for start in range(0, whole, TURN):
         part = row[start : start + TURN]
         for i in range(0, TURN, LINE // row.itemsize):
-            _prefetch(row, row.size + start + i)
+            prefetch(row, row.size + start + i)
         for j in range(LANES):
             a, b, c, d, e, f = _six_weights(part, j, peak, scale)
             lanes[j] = lanes[j] + a + b + c + d + e + f
@@ -221,7 +222,7 @@ def _ask_for(typing_context: Any, row: Any, i: Any) -> Any:
     return types.void(row, types.int64), generate
 
 
-_prefetch: Any = intrinsic(_ask_for)
+prefetch: Any = intrinsic(_ask_for)
 
 
 # --- penalties --------------------------------------------------------------------------------------
