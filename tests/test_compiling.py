@@ -8,6 +8,7 @@ import sys
 
 import numba
 import numpy as np
+import pytest
 
 from paceline.compiling import kernel, shared, summing
 
@@ -59,22 +60,95 @@ def test_a_fast_caller_does_not_make_a_kernel_inexact():
 
 def test_turns_are_shared_and_give_the_same_as_one_thread():
     @shared
-    def squares(out):
+    def squares(out, threads):
         for i in numba.prange(out.size):
             out[i] = i * i
+            threads[i] = numba.get_thread_id()
 
-    out = np.zeros(1000)
     before = numba.get_num_threads()
-    for threads in (1, before):
-        numba.set_num_threads(threads)
-        squares(out)
-        assert (out == np.arange(1000.0) ** 2).all()
-    numba.set_num_threads(before)
+    try:
+        for number in (1, before):
+            numba.set_num_threads(number)
+            out, threads = np.full(1000, np.nan), np.full(1000, -1)
+            squares(out, threads)
+            assert (out == np.arange(1000.0) ** 2).all()
+            assert set(threads) == set(range(number))
+    finally:
+        numba.set_num_threads(before)
 
 
-def test_without_openmp_one_thread_does_it_all(monkeypatch):
-    """Numba's own threads end the process where two callers use them at once."""
-    monkeypatch.setitem(vars(numba.config), "THREADING_LAYER", "workqueue")
+@pytest.mark.parametrize(
+    ("layer", "order", "safe"),
+    [
+        ("default", ["tbb", "omp", "workqueue"], True),
+        ("omp", ["tbb", "omp", "workqueue"], True),
+        ("threadsafe", ["tbb", "omp", "workqueue"], True),
+        ("default", ["workqueue", "omp", "tbb"], False),
+        ("workqueue", ["tbb", "omp", "workqueue"], False),
+        ("WORKQUEUE", ["tbb", "omp", "workqueue"], False),
+        ("forksafe", ["tbb", "omp", "workqueue"], False),
+        ("tbb", ["tbb", "omp", "workqueue"], False),
+    ],
+)
+def test_threads_that_cannot_be_shared_are_not_used(layer, order, safe, monkeypatch):
+    """Numba's own threads end the process where two callers meet; a layer that is not there fails the first call."""
+    monkeypatch.setitem(vars(numba.config), "THREADING_LAYER", layer)
+    monkeypatch.setitem(vars(numba.config), "THREADING_LAYER_PRIORITY", order)
+    assert shared(lambda x: x + 1).targetoptions["parallel"] is safe
+
+
+def test_without_the_openmp_library_one_thread_does_it_all(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba.np.ufunc.omppool", None)
     compiled = shared(lambda x: x + 1)
+    assert not compiled.targetoptions["parallel"]
     assert compiled(1) == 2
-    assert not compiled.targetoptions.get("parallel")
+
+
+def run(code, tmp_path, **environment):
+    """What a process of its own prints, with a cache of its own that further ones share."""
+    (tmp_path / "one.py").write_text(code)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", "import one"], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    return done.stdout.split()
+
+
+SHARED = """
+import numba, numpy as np
+from paceline.compiling import shared
+@shared
+def threads(out):
+    for i in numba.prange(out.size):
+        out[i] = numba.get_thread_id()
+out = np.full(1000, -1)
+threads(out)
+print(len(set(out)))
+"""
+
+
+def test_what_is_kept_on_disk_was_compiled_for_these_threads(tmp_path):
+    """Numba's cache does not tell shared from unshared: one process would have run on the threads of another."""
+    settings = [{"NUMBA_THREADING_LAYER": "omp"}, {"NUMBA_THREADING_LAYER": "workqueue"}] * 2
+    shown = [run(SHARED, tmp_path, NUMBA_NUM_THREADS="2", **setting) for setting in settings]
+    assert shown == [["2"], ["1"], ["2"], ["1"]]
+
+
+def test_several_callers_at_once(tmp_path):
+    """Two engines in one process. Numba's own threads would end it."""
+    code = (
+        SHARED
+        + """
+from threading import Thread
+def work():
+    for _ in range(2000):
+        out = np.full(64, -1)
+        threads(out)
+        assert out.min() >= 0
+callers = [Thread(target=work) for _ in range(4)]
+[caller.start() for caller in callers]
+[caller.join() for caller in callers]
+print("alive")
+"""
+    )
+    assert run(code, tmp_path, NUMBA_NUM_THREADS="2")[-1] == "alive"

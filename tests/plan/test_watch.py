@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from paceline.bench.target import Target, open_target
 from paceline.errors import InvalidInput
 from paceline.params import SamplingParams
 from paceline.plan.model import Record, tokens_per_step, walk
-from paceline.plan.study import RECORDED, Study, compared, doubts, findings
+from paceline.plan.study import RECORDED, Run, Study, compared, doubts, findings
 from paceline.plan.watch import Log, Watch
 from paceline.schedule import CostTable
 from paceline.types import RequestOutput
@@ -118,7 +119,7 @@ def test_a_study_sets_runs_beside_predictions(target: Target) -> None:
         one = study(target, watch)
         speed = one.recorded(lambda what, done, total: None)
         before = speed.predict(3, 1)
-        runs = one.checked(speed, [3], lambda what, done, total: None)
+        runs = one.checked(speed, [3], lambda what, done, total: None).made
         assert speed.predict(3, 1) == before
         found = findings(one, speed, runs)
     settings = {(check["batch"], check["setting"]) for check in found["checks"]}
@@ -137,6 +138,28 @@ def test_a_study_sets_runs_beside_predictions(target: Target) -> None:
     assert found["tokens"][3]["measured"] == checks[1, 3]["tokens_per_step"]
     assert found["tokens"][5]["measured"] is None
     assert speed.costs.to_json() == COSTS.to_json()
+
+
+def test_what_ends_the_checks_leaves_what_was_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions and the runs before Ctrl-C; catches one that throws minutes of measuring away."""
+    with Watch(target, "lookup", COSTS) as watch:
+        one = study(target, watch)
+        speed = one.recorded(lambda what, done, total: None)
+        real, left = one._one, iter(range(5))
+
+        def interrupted(*args: Any) -> Run:
+            if next(left) == 4:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(one, "_one", interrupted)
+        checked = one.checked(speed, [3], lambda what, done, total: None)
+        found = findings(one, speed, checked.made)
+    assert (len(checked.made), type(checked.error)) == (4, KeyboardInterrupt)
+    assert checked.stopped is not None
+    assert checked.stopped.startswith("interrupted after 4 of ")
+    assert sum(check["runs"] for check in found["checks"]) == 4
+    assert len(found["predictions"]) == (RECORDED + 1) * 7
 
 
 def test_records_of_a_perfect_drafter(target: Target) -> None:
@@ -162,7 +185,7 @@ def test_units_that_never_ran_together_have_no_speed(target: Target) -> None:
     with Watch(target, "lookup", COSTS) as watch:
         one = study(target, watch)
         speed = one.recorded(lambda what, done, total: None)
-        runs = one.checked(speed, [], lambda what, done, total: None)
+        runs = one.checked(speed, [], lambda what, done, total: None).made
     for run in runs:
         run.log.timed.clear()
     assert {check["tokens_per_second"] for check in compared(speed, runs)} == {None}

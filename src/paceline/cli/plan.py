@@ -158,11 +158,16 @@ def plan_model(
     batches = sorted({1, *(concurrency or CHECKED_BATCHES)})
     chosen = [Setting(PLAIN, "none", 0), Setting(drafter, drafter, None)]
     with open_bench(model, backend, work, guard, chosen, concurrencies=batches, kv_tokens=kv_tokens) as bench:
-        report = _studied(bench, drafter, sorted(set(draft_length or CHECKED_LENGTHS)), batches)
-    outputs.show(report, output_format.value)
+        report, error = _studied(bench, drafter, sorted(set(draft_length or CHECKED_LENGTHS)), batches)
+        outputs.show(report, output_format.value)
+        if error is not None:
+            raise error
 
 
-def _studied(bench: Bench, drafter: str, lengths: list[int], batches: list[int]) -> dict[str, Any]:
+def _studied(
+    bench: Bench, drafter: str, lengths: list[int], batches: list[int]
+) -> tuple[dict[str, Any], BaseException | None]:
+    """The report, and what ended the runs that stand beside the predictions before all were made."""
     from ..plan.report import SCHEMA
     from ..plan.study import Study, doubts, findings
     from ..plan.watch import Watch
@@ -187,8 +192,9 @@ def _studied(bench: Bench, drafter: str, lengths: list[int], batches: list[int])
         watch = stack.enter_context(Watch(target, drafter, costs))
         study = Study(watch, costs, bench.workload, bench.prompts, batches, bench.guard)
         speed = study.recorded(bar)
-        runs = study.checked(speed, lengths, bar)
-        found = findings(study, speed, runs)
+        checked = study.checked(speed, lengths, bar)
+        found = findings(study, speed, checked.made)
     nobody: list[Contender] = []
-    report = report_of(bench, "model", nobody, **found)
-    return {**report, "schema": SCHEMA, "drafter": drafter, "warnings": doubts(found, load)}
+    report = report_of(bench, "model", nobody, stopped=checked.stopped, **found)
+    warnings = [*report["warnings"], *doubts(found, load)]
+    return {**report, "schema": SCHEMA, "drafter": drafter, "warnings": warnings}, checked.error

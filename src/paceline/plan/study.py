@@ -14,7 +14,7 @@ from typing import Any
 
 from ..bench.guard import Guard, Load
 from ..bench.intervals import estimate
-from ..bench.runs import Ask, Prompts, Report, Workload, units
+from ..bench.runs import Ask, Measured, Prompts, Report, Workload, kept, units
 from ..errors import InvalidInput
 from ..schedule import MAX_DRAFTS, CostTable
 from .model import (
@@ -89,20 +89,25 @@ class Study:
         ]
         return Speed(self.costs, overheads, walks, context, self.batches[-1])
 
-    def checked(self, speed: Speed, lengths: Sequence[int], report: Report) -> list[Run]:
-        """The second half: plain, `lengths`, the length that is predicted to be best, and adaptive, in turn."""
-        runs: list[Run] = []
+    def checked(self, speed: Speed, lengths: Sequence[int], report: Report) -> Measured[Run]:
+        """The second half: plain, `lengths`, the length that is predicted to be best, and adaptive, in turn.
+
+        What ends it early leaves what was run; see kept().
+        """
+        jobs = []
         for batch in self.batches:
-            wanted = sorted({0, *lengths, speed.best(batch).length})
-            settings = [*wanted, None]
-            chosen = list(self._units(batch))
-            for unit in chosen:
+            settings = [*sorted({0, *lengths, speed.best(batch).length}), None]
+            for unit in self._units(batch):
                 first = unit[0] % len(settings)
-                for length in [*settings[first:], *settings[:first]]:
-                    report(f"{setting_name(length)}, {batch} at once", len(runs), len(runs) + 1)
-                    runs.append(self._one(length, batch, unit))
-        report("", 1, 1)
-        return runs
+                jobs += [(length, batch, unit) for length in [*settings[first:], *settings[:first]]]
+
+        def runs() -> Iterator[Run]:
+            for done, (length, batch, unit) in enumerate(jobs):
+                report(f"{setting_name(length)}, {batch} at once", done, len(jobs))
+                yield self._one(length, batch, unit)
+            report("", 1, 1)
+
+        return kept(runs(), len(jobs))
 
     def _units(self, batch: int) -> Iterator[tuple[int, list[Ask]]]:
         """Asks that are made at once, numbered; each has a seed of its own, the same for every setting."""

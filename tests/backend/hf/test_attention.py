@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from paceline.backend.hf import HFBackend  # noqa: E402
+from paceline.backend.hf import attention as module  # noqa: E402
 from paceline.backend.hf.attention import NAME, attention  # noqa: E402
 from paceline.backend.hf.pools import Pools  # noqa: E402
 from paceline.backend.hf.step import Part, Step, current_step  # noqa: E402
@@ -276,15 +280,76 @@ def test_masks_have_the_type_of_their_layer() -> None:
         assert view.mask.dtype == dtype
 
 
-def test_a_window_off_by_one_is_seen_by_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The probe is longer than small windows, and its tolerance finer than one key."""
+@pytest.mark.parametrize(
+    ("path", "how"), [("views", "the model's own attention"), ("chains", "of a text in small steps")]
+)
+def test_a_window_off_by_one_is_seen_by_the_probe(path: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe is longer than small windows, its tolerance finer than one key, and it takes both ways to attend."""
     model = build("mistral")
     for layer in model.model.layers:
         monkeypatch.setattr(layer.self_attn.config, "sliding_window", 9)
-    view = Step.views
-    monkeypatch.setattr(Step, "views", lambda self, window, *a, **k: view(self, window and window + 1, *a, **k))
-    with pytest.raises(ModelFormatError, match="differ from those of the model's own attention"):
+    if path == "views":
+        real = Step.views
+        monkeypatch.setattr(Step, "views", lambda self, window, *a, **k: real(self, window and window + 1, *a, **k))
+    else:
+        attend = module.attend_chains
+        monkeypatch.setattr(
+            module, "attend_chains", lambda q, k, v, c, cells, window, *a: attend(q, k, v, c, cells, window + 1, *a)
+        )
+    with pytest.raises(ModelFormatError, match=how):
         HFBackend(model, max_len=128)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_short_and_wide_in_one_step(dtype: torch.dtype) -> None:
+    """A prompt and steps of others share a forward: each gets what it gets alone, in the model's own type."""
+    backend = opened("llama", dtype, max_seqs=4)
+    texts = [tokens(i, n) for i, n in enumerate((70, 9, 40, 30))]
+    together = [backend.acquire() for _ in texts]
+    for slot, text, short in zip(together, texts, (1, 9, 2, 8), strict=True):
+        if len(text) > short:
+            backend.forward([Segment(slot, text[:-short], 0, 0)])
+    batch = [
+        Segment(slot, text[backend.length(slot) :], backend.length(slot), 1)
+        for slot, text in zip(together, texts, strict=True)
+    ]
+    got = backend.forward(batch)
+    for slot in together:
+        backend.release(slot)
+    for segment, rows, text in zip(batch, got, texts, strict=True):
+        slot = backend.acquire()
+        if segment.start:
+            backend.forward([Segment(slot, text[: segment.start], 0, 0)])
+        (alone,) = backend.forward([Segment(slot, segment.tokens, segment.start, 1)])
+        backend.release(slot)
+        assert apart(rows, alone) < (0.1 if dtype == torch.bfloat16 else 1e-5)
+
+
+THREADS = """
+import sys, torch, numba
+torch.set_num_threads(1)
+from paceline.backend.hf.attention import attention
+from paceline.backend.hf.pools import Pools
+from paceline.backend.hf.step import Part, Step, current_step
+layer = torch.nn.Module()
+layer.layer_idx = 0
+def attend():
+    current_step.set(Step([Part(0, 1, 0, [0])], Pools(4, 4, torch.device("cpu"))))
+    row = torch.ones(1, 1, 1, 8)
+    return attention(layer, row, row, row, None)
+attend()
+print(torch.get_num_threads(), numba.get_num_threads())
+torch.set_num_threads(64)
+attend()
+print(torch.get_num_threads(), numba.get_num_threads())
+"""
+
+
+def test_numbers_of_threads_are_left_as_they_were() -> None:
+    """Numba sets PyTorch's where it starts its own, and takes no number above the one it started with."""
+    environment = os.environ | {"NUMBA_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["1", "2", "64", "2"]
 
 
 # --- a batch that cannot be run ---------------------------------------------------------------------

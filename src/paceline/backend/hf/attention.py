@@ -8,6 +8,8 @@ see. Which is which says the `Step` of the running forward.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -18,15 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from ...errors import BackendError, UnsupportedOption
-from .rows import attend_rows
-from .step import Few, Step, View, current_step
+from .chains import attend_chains
+from .step import Chains, Step, View, current_step
 
 __all__ = ["NAME", "attention"]
 
 NAME = "paceline"
 
 MOST_THREADS: int = vars(numba.config)["NUMBA_NUM_THREADS"]  # it is not in numba's annotations
-# What rows.py can read, and in what it sums.
+# What chains.py can read, and in what it sums.
 SUMS = {torch.bfloat16: torch.float32, torch.float32: torch.float32, torch.float64: torch.float64}
 # Keywords that say nothing about the mathematics of one attention call, whatever their value.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_router_logits", "output_hidden_states"})
@@ -96,44 +98,64 @@ def _attend(
     if query.shape[0] != 1 or query.shape[2] != step.total:
         raise BackendError(f"layer {layer} attends with shape {tuple(query.shape)}; the step has {step.total} tokens")
     step.hits.append(layer)
+    step.windows.add(window)
     keys, values = step.pools.layer(layer, key, value)
     _write(step, keys, key)
     _write(step, values, value)
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
-    few = step.few(window) if query.is_cpu and query.dtype in SUMS and not softcap and sinks is None else None
-    views = step.views(window, groups, query.dtype, but_few=few is not None)
+    compiled = _is_plain(query, keys, values, scale, softcap, sinks)
+    chains = step.chains(window) if compiled else None
+    views = step.views(window, groups, query.dtype, but_chains=compiled)
     call = (scale, softcap, sinks)
-    if few is None and len(views) == 1 and not views[0].wide:
+    if chains is None and len(views) == 1 and not views[0].wide:
         out = _one(query.reshape(1, heads, -1, query.shape[3]), keys, values, views[0], *call)
         return out.view(1, heads * groups, step.total, -1).transpose(1, 2).contiguous()
     rows = query[0].transpose(0, 1).unflatten(1, (heads, groups))  # type: ignore[no-untyped-call]
     out = query.new_empty(step.total, heads, groups, value.shape[3])
-    if few is not None:
-        if few.rows is None:
-            out.copy_(_all_few(rows, keys, values, few, window, scale))
+    if chains is not None:
+        if chains.rows is None:
+            out.copy_(_short(rows, keys, values, chains, window, scale))
         else:
-            found = _all_few(rows.index_select(0, few.rows), keys, values, few, window, scale)
-            out.index_copy_(0, few.rows, found.to(out.dtype))
+            short = _short(rows.index_select(0, chains.rows), keys, values, chains, window, scale)
+            out.index_copy_(0, chains.rows, short.to(out.dtype))
     for view in views:
-        q = rows.narrow(0, view.at, view.count)
-        if view.count == 1:
-            found = _one(q, keys, values, view, *call)
-        elif view.wide:
-            found = _one(q.permute(1, 2, 0, 3), keys, values, view, *call).permute(2, 0, 1, 3)
-        else:
-            found = _one(q.permute(1, 2, 0, 3).reshape(1, heads, -1, q.shape[3]), keys, values, view, *call)
-            found = found.view(heads, groups, view.count, -1).permute(2, 0, 1, 3)
-        out.narrow(0, view.at, view.count).copy_(found)
+        q = rows.narrow(0, view.at, view.count).permute(1, 2, 0, 3)
+        if not view.wide:
+            q = q.reshape(1, heads, -1, q.shape[3])
+        attended = _one(q, keys, values, view, *call).view(heads, groups, view.count, -1)
+        out.narrow(0, view.at, view.count).copy_(attended.permute(2, 0, 1, 3))
     return out.view(1, step.total, heads * groups, -1)
 
 
-def _all_few(rows: Tensor, keys: Tensor, values: Tensor, few: Few, window: int, scale: float) -> Tensor:
-    """The sequences of `few` at once. rows: [R, Hkv, G, D]; returns [R, Hkv, G, Dv] in the precision of the sums."""
+def _is_plain(query: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float, sinks: Tensor | None) -> bool:
+    """Whether chains.py can attend: on a CPU, in a type that it sums, and nothing but scale and window asked for."""
+    alike = query.dtype == keys.dtype == values.dtype and query.dtype in SUMS
+    return query.is_cpu and alike and scale > 0 and not softcap and sinks is None
+
+
+def _short(rows: Tensor, keys: Tensor, values: Tensor, chains: Chains, window: int, scale: float) -> Tensor:
+    """The short chains' rows [R, Hkv, G, D], attended: [R, Hkv, G, Dv] in the precision of the sums."""
     query = rows.to(SUMS[rows.dtype]).contiguous()
     out = query.new_empty(*query.shape[:3], values.shape[3])
-    numba.set_num_threads(min(torch.get_num_threads(), MOST_THREADS))
-    attend_rows(query.numpy(), _raw(keys), _raw(values), few.parts, few.cells, window, scale, out.numpy())
+    with _as_many_threads():
+        attend_chains(query.numpy(), _raw(keys), _raw(values), chains.chains, chains.cells, window, scale, out.numpy())
     return out
+
+
+@contextmanager
+def _as_many_threads() -> Iterator[None]:
+    """Let numba use as many threads as PyTorch, and leave both settings as they were.
+
+    Where numba starts its threads, in the first call, it sets the number of PyTorch's too: they are the same library's.
+    """
+    wanted, before = torch.get_num_threads(), numba.get_num_threads()
+    numba.set_num_threads(min(wanted, MOST_THREADS))
+    if torch.get_num_threads() != wanted:
+        torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
 
 
 def _raw(pool: Tensor) -> NDArray[Any]:

@@ -20,7 +20,7 @@ from .attention import NAME
 from .pools import Pools
 from .refusals import windows
 from .runner import Runner
-from .step import Part, Step
+from .step import CHAIN_ROWS, Part, Step
 
 __all__ = ["probe", "probe_compiled"]
 
@@ -37,7 +37,7 @@ def probe(model: Any, name: str, pools: Pools, max_len: int, vocab_size: int) ->
 
     Allocates the pools of every layer and writes to them. Raises ModelFormatError naming the model and the reason
     where a layer does not reach the attention function exactly once and in order, or the logits differ from those of
-    the model's own attention, whole or in two chunks.
+    the model's own attention, whole, in two chunks or in small steps.
     """
     before = model.config._attn_implementation
     try:
@@ -116,12 +116,16 @@ class _Probe:
         ids = _ids(length, self.vocab_size)
         whole = self._paged(ids, [length], backwards=False)
         # Pages in falling order, so that keys are gathered instead of read as a view.
-        chunked = self._paged(ids, [length // 2, length - length // 2], backwards=True)
+        half = length // 2
+        chunked = self._paged(ids, [half, length - half], backwards=True)
+        chains = [min(CHAIN_ROWS, length - at) for at in range(half, length, CHAIN_ROWS)]
+        stepped = self._paged(ids, [half, *chains], backwards=True)
         _set(self.model, "eager")
         own = self._own(ids)
         _set(self.model, NAME)
         self._compare(whole, own, "differ from those of the model's own attention")
         self._compare(chunked, whole, "of a text in two chunks differ from those of the same text in one")
+        self._compare(stepped, whole, "of a text in small steps differ from those of the same text in one")
 
     def _passed(self) -> set[int]:
         """Sliding windows that come with the call."""

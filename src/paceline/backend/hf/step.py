@@ -16,16 +16,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...errors import InvariantError
+from .chains import BLOCK
 from .pools import Pools
 
-__all__ = ["FEW_ROWS", "FOLD_ROWS", "Few", "Part", "Step", "View", "current_step"]
+__all__ = ["CHAIN_ROWS", "FOLD_ROWS", "Chains", "Part", "Step", "View", "current_step"]
 
 FOLD_ROWS = 32
 """Up to so many new tokens of one sequence, the query heads of a group are attended as extra rows of their key
 head, so that keys are read once; above, heads are attended one by one and masks need no copy per group."""
 
-FEW_ROWS = 8
-"""Sequences with up to so many new tokens may be attended all at once by rows.py; with more, PyTorch is faster."""
+CHAIN_ROWS = 8
+"""Chains of up to so many new tokens may be attended all together by chains.py; with more, PyTorch is faster."""
 
 current_step: ContextVar[Step | None] = ContextVar("paceline_step", default=None)
 """The step the running forward belongs to. Some families drop private keywords, so it does not travel as one."""
@@ -68,29 +70,31 @@ class View:
 
 
 @dataclass(slots=True)
-class Few:
-    """The chains of at most FEW_ROWS new tokens, as rows.py takes them.
+class Chains:
+    """All chains of at most CHAIN_ROWS new tokens, for `attend_chains`.
 
-    rows: int64[R], their rows in the packed row; None where these are all. parts: int64[P, 4], first row, rows, keys
-    before them, first cell in `cells`: int64.
+    rows: int64[R], their rows in the packed row; None where these are all. chains: int64[N, 4], for each its first row
+    among these, its rows, the keys before them, and its first cell in `cells`: int64.
     """
 
     rows: Tensor | None
-    parts: NDArray[np.int64]
+    chains: NDArray[np.int64]
     cells: NDArray[np.int64]
 
 
 class Step:
-    """The metadata of one forward; see the module. hits: layers in the order they attended, for the probe."""
+    """The metadata of one forward; see the module. For the probe: hits, layers in the order they attended, and
+    windows, those they asked for."""
 
     def __init__(self, parts: Sequence[Part], pools: Pools) -> None:
         self.parts = parts
         self.pools = pools
         self.total = sum(part.count for part in parts)
         self.hits: list[int] = []
+        self.windows: set[int] = set()
         self._page_size = pools.page_size
         self._views: dict[tuple[int, int, torch.dtype, bool], list[View]] = {}
-        self._few: dict[int, Few | None] = {}
+        self._chains: dict[int, Chains | None] = {}
         self._masks: dict[tuple[int, int, int, int, torch.dtype], Tensor] = {}
         cells = np.concatenate([self._cells(part, part.start) for part in parts])
         first = int(cells[0])
@@ -102,40 +106,35 @@ class Step:
         """int64[total]: the logical position of every row."""
         return np.concatenate([self._positions(part) for part in self.parts])
 
-    @property
-    def windows(self) -> set[int]:
-        """The windows that layers asked for so far."""
-        return {window for window, *_ in self._views}
-
-    def views(self, window: int, groups: int, dtype: torch.dtype, *, but_few: bool = False) -> list[View]:
+    def views(self, window: int, groups: int, dtype: torch.dtype, *, but_chains: bool = False) -> list[View]:
         """What every sequence attends to in a layer with that window (0: none) and that many query heads per
-        key head. Shared by all layers that are alike. but_few: without those that `few` has."""
-        key = (window, groups, dtype, but_few)
+        key head. Shared by all layers that are alike. but_chains: without those that `chains` has."""
+        key = (window, groups, dtype, but_chains)
         views = self._views.get(key)
         if views is None:
-            wanted = [(i, part) for i, part in enumerate(self.parts) if not (but_few and _is_few(part))]
-            views = self._views[key] = [self._view(i, part, *key[:3]) for i, part in wanted]
+            wanted = [(i, part) for i, part in enumerate(self.parts) if not (but_chains and _is_short(part))]
+            views = self._views[key] = [self._view(i, part, window, groups, dtype) for i, part in wanted]
         return views
 
-    def few(self, window: int) -> Few | None:
-        """The sequences with few new tokens, in a layer with that window; None where there are none."""
-        if window not in self._few:
-            self._few[window] = self._all_few(window)
-        return self._few[window]
+    def chains(self, window: int) -> Chains | None:
+        """The short chains, in a layer with that window; None where there are none."""
+        if window not in self._chains:
+            self._chains[window] = self._short_chains(window)
+        return self._chains[window]
 
-    def _all_few(self, window: int) -> Few | None:
-        parts = [part for part in self.parts if _is_few(part)]
+    def _short_chains(self, window: int) -> Chains | None:
+        parts = [part for part in self.parts if _is_short(part)]
         if not parts:
             return None
         lines, cells, rows, begin, at = [], [], [], 0, 0
         for part in parts:
-            oldest = _oldest(part, window)
+            oldest = _oldest(part, window) // BLOCK * BLOCK
             cells.append(self._cells(part, oldest))
             lines.append((at, part.count, part.start - oldest, begin))
             rows.append(np.arange(part.at, part.at + part.count))
             begin, at = begin + cells[-1].size, at + part.count
         named = None if at == self.total else torch.from_numpy(np.concatenate(rows))
-        return Few(named, np.array(lines, np.int64), np.concatenate(cells))
+        return Chains(named, np.array(lines, np.int64), np.concatenate(cells))
 
     def _view(self, i: int, part: Part, window: int, groups: int, dtype: torch.dtype) -> View:
         oldest = _oldest(part, window)
@@ -167,8 +166,10 @@ class Step:
         size = self._page_size
         first = since // size * size
         pages = np.array(part.pages[since // size : -(-(part.start + part.count) // size)], np.int64)
-        cells = (pages[:, None] * size + np.arange(size)).ravel()
-        return cells[since - first : part.start + part.count - first]
+        cells = (pages[:, None] * size + np.arange(size)).ravel()[since - first : part.start + part.count - first]
+        if cells.size != part.start + part.count - since:  # compiled code would read whatever lies behind them
+            raise InvariantError(f"{len(part.pages)} pages of {size} for {part.start + part.count} tokens")
+        return cells
 
     def _positions(self, part: Part) -> NDArray[np.int64]:
         return part.start + (np.arange(part.count, dtype=np.int64) if part.depths is None else part.depths)
@@ -193,5 +194,5 @@ def _oldest(part: Part, window: int) -> int:
     return max(0, part.start - window + 1) if window else 0
 
 
-def _is_few(part: Part) -> bool:
-    return part.count <= FEW_ROWS and part.sees is None
+def _is_short(part: Part) -> bool:
+    return part.count <= CHAIN_ROWS and part.sees is None

@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
-from ...compiling import inlined, kernel
+from ...compiling import LINE, inlined, kernel, prefetch
 from ...rng import BLOCK
 from .exp2 import exp2, exp2_of_six
 
 LANES = 32
 TURN = 6 * LANES  # weights that one turn of a summing loop takes
-LINE = 64  # bytes that a processor fetches at once
 LOG2_E = 1.4426950408889634
 STEEPEST = 1.7e308  # keeps 0 * scale from being NaN where 1 / temperature overflows
 
@@ -204,25 +201,6 @@ def _fold(lanes: Any) -> Any:
             lanes[j] += lanes[half + j]
         half //= 2
     return lanes[0]
-
-
-def _ask_for(typing_context: Any, row: Any, i: Any) -> Any:
-    """Ask for the memory of row[i] without waiting; i may lie behind the end, for nothing is read or changed."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
-        helpers: Any = cgutils
-        function = helpers.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        where = builder.bitcast(builder.gep(data, [arguments[1]]), pointer)
-        builder.call(function, [where, word(0), word(2), word(1)])  # to read, into the second-level cache, data
-        return context.get_dummy_value()
-
-    return types.void(row, types.int64), generate
-
-
-prefetch: Any = intrinsic(_ask_for)
 
 
 # --- penalties --------------------------------------------------------------------------------------

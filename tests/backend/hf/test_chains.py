@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from paceline.backend.hf import attention  # noqa: E402
-from paceline.backend.hf.rows import attend_rows  # noqa: E402
-from paceline.backend.hf.step import FEW_ROWS  # noqa: E402
+from paceline.backend.hf.chains import BLOCK, attend_chains  # noqa: E402
+from paceline.backend.hf.step import CHAIN_ROWS  # noqa: E402
 from paceline.types import Segment  # noqa: E402
 
 from .models import opened, tokens  # noqa: E402
@@ -23,29 +23,28 @@ class Case:
     """Some sequences whose cells lie all over a pool, and what the formula says of them."""
 
     def __init__(self, seed: int, dtype: Any, counts: list[int], before: list[int], groups: int, D: int, Dv: int):
-        self.rng = np.random.default_rng(seed)
-        self.counts, self.before = counts, before
+        rng = np.random.default_rng(seed)
         heads, total = 2, sum(counts) + sum(before)
-        self.cells = self.rng.permutation(total + 5)[:total].astype(np.int64)
-        self.query = self.rng.normal(size=(sum(counts), heads, groups, D)).astype(dtype) * 2
-        self.keys = self.rng.normal(size=(heads, total + 5, D)).astype(dtype)
-        self.values = self.rng.normal(size=(heads, total + 5, Dv)).astype(dtype)
+        self.cells = rng.permutation(total + 5)[:total].astype(np.int64)
+        self.query = rng.normal(size=(sum(counts), heads, groups, D)).astype(dtype) * 2
+        self.keys = rng.normal(size=(heads, total + 5, D)).astype(dtype)
+        self.values = rng.normal(size=(heads, total + 5, Dv)).astype(dtype)
         ends = np.cumsum(np.add(counts, before))
         begins = ends - np.add(counts, before)
-        self.parts = np.stack([np.cumsum(counts) - counts, counts, before, begins], axis=1).astype(np.int64)
+        self.chains = np.stack([np.cumsum(counts) - counts, counts, before, begins], axis=1).astype(np.int64)
 
     def found(self, window: int = 0, scale: float = 0.3, *, bits: bool = False, only: int | None = None) -> Any:
         out = np.full((*self.query.shape[:3], self.values.shape[2]), np.nan, self.query.dtype)
-        parts = self.parts if only is None else self.parts[only : only + 1]
+        parts = self.chains if only is None else self.chains[only : only + 1]
         pools = [self.keys, self.values]
         if bits:
             pools = [(pool.view(np.uint32) >> 16).astype(np.uint16) for pool in pools]
-        attend_rows(self.query, *pools, parts, self.cells, window, scale, out)
+        attend_chains(self.query, *pools, parts, self.cells, window, scale, out)
         return out
 
     def formula(self, window: int = 0, scale: float = 0.3) -> Any:
         out = np.empty((*self.query.shape[:3], self.values.shape[2]))
-        for at, count, before, begin in self.parts:
+        for at, count, before, begin in self.chains:
             for r in range(count):
                 end = before + r + 1
                 seen = self.cells[begin + (max(0, end - window) if window else 0) : begin + end]
@@ -91,12 +90,32 @@ def test_alone_as_in_company(threads: int | None) -> None:
     before = numba.get_num_threads()
     numba.set_num_threads(threads or before)
     try:
-        for i, (at, count, *_) in enumerate(case.parts):
+        for i, (at, count, *_) in enumerate(case.chains):
             alone = case.found(only=i)
             np.testing.assert_array_equal(alone[at : at + count], together[at : at + count])
             assert np.isnan(np.delete(alone, np.s_[at : at + count], 0)).all()
     finally:
         numba.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [0, 50, 100])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_step_of_one_as_the_first_of_eight(dtype: Any, window: int) -> None:
+    """To the bit: what a row gets hangs on no draft behind it, and on no step before, of whatever length it was."""
+    before = 3 * BLOCK - 3
+    case = Case(5, dtype, [8], [before], 3, 64, 64)
+    eight = case.found(window)
+    for r in range(8):
+        oldest = max(0, before + r - window + 1) // BLOCK * BLOCK if window else 0
+        out = np.empty((1, *eight.shape[1:]), dtype)
+        chains = np.array([[0, 1, before + r - oldest, oldest]])
+        attend_chains(case.query[r : r + 1], case.keys, case.values, chains, case.cells, window, 0.3, out)
+        np.testing.assert_array_equal(out[0], eight[r])
+
+
+def test_a_long_context() -> None:
+    case = Case(6, np.float32, [3], [9000], 2, 64, 64)
+    np.testing.assert_allclose(case.found(), case.formula(), rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
@@ -121,7 +140,7 @@ def test_scores_far_apart_and_far_from_zero() -> None:
 def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen requests at once: plain and verifying steps take one call a layer, not one for each request."""
     backend = opened("llama", max_seqs=16)
-    calls = {"rows": 0, "one": 0}
+    calls = {"chains": 0, "one": 0}
 
     def counted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
@@ -130,13 +149,13 @@ def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
-    monkeypatch.setattr(attention, "attend_rows", counted("rows", attention.attend_rows))
+    monkeypatch.setattr(attention, "attend_chains", counted("chains", attention.attend_chains))
     monkeypatch.setattr(attention, "_one", counted("one", attention._one))
     slots = [backend.acquire() for _ in range(16)]
-    for lengths in ([1] * 16, list(range(1, FEW_ROWS + 1)) * 2):
+    for lengths in ([1] * 16, list(range(1, CHAIN_ROWS + 1)) * 2):
         batch = [
             Segment(slot, tokens(slot, n), backend.length(slot), 1) for slot, n in zip(slots, lengths, strict=True)
         ]
-        calls.update(rows=0, one=0)
+        calls.update(chains=0, one=0)
         backend.forward(batch)
-        assert calls == {"rows": len(backend._pools.layers), "one": 0}
+        assert calls == {"chains": len(backend._pools.layers), "one": 0}

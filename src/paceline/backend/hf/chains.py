@@ -1,4 +1,4 @@
-"""Attention of sequences with few new tokens each, all of them in one compiled loop, on a CPU.
+"""Attention of sequences with a short chain of new tokens each, all of them in one compiled loop, on a CPU.
 
 A step of plain decoding is many small tasks: for every sequence and layer a few query rows over some hundred keys.
 PyTorch takes one call for each, and the call costs more than the work in it.
@@ -12,18 +12,21 @@ import numpy as np
 from numba import prange, types
 from numba.extending import overload
 
-from ...compiling import inlined, kernel, shared, summing
+from ...compiling import LINE, inlined, kernel, prefetch, shared, summing
 from ...sampling.kernels.exp2 import exp2
-from ...sampling.kernels.weights import LINE, LOG2_E, peak_of, prefetch
+from ...sampling.kernels.weights import LOG2_E, peak_of
 
-__all__ = ["attend_rows"]
+__all__ = ["BLOCK", "attend_chains"]
 
-BLOCK = 64  # keys or values that are widened at once; with 64 dimensions half of a small first-level cache
+BLOCK = 64
+"""Keys or values that are widened at once; with 64 dimensions half of a small first-level cache."""
+GROUP = 4  # keys whose products are taken together
 SIXTEEN = np.uint32(16)
 
 
 def _number(x: Any) -> Any:
     """An element of the pool as a number: of uint16 the bfloat16 with these bits, as float32."""
+    raise NotImplementedError("for compiled code only")
 
 
 @overload(_number, inline="always")
@@ -42,7 +45,7 @@ def _widen(pool: Any, cells: Any, first: int, size: int, block: Any) -> None:
     """The lines of pool [C, D] that cells[first : first + size] name, as numbers, to the first lines of block."""
     for j in range(size):
         next_time = pool[cells[min(first + j + BLOCK, cells.size - 1)]]
-        for d in range(0, next_time.size, LINE // 2):
+        for d in range(0, next_time.size, LINE // next_time.itemsize):
             prefetch(next_time, d)
         line = pool[cells[first + j]]
         for d in range(line.size):
@@ -50,11 +53,10 @@ def _widen(pool: Any, cells: Any, first: int, size: int, block: Any) -> None:
 
 
 @summing
-def _dots(row: Any, block: Any, out: Any) -> None:
-    """out[j] = row . block[j], four at a time."""
-    size, j = out.size, 0
+def _products(row: Any, block: Any, out: Any) -> None:
+    """out[j] = row . block[j], in whole groups: a key gets the same sum wherever the end is, and behind it is room."""
     zero = row.dtype.type(0)  # a constant: another beginning keeps sums from being vectorised
-    while j + 4 <= size:
+    for j in range(0, out.size, GROUP):
         a = b = c = e = zero
         for d in range(row.size):
             a += row[d] * block[j, d]
@@ -62,13 +64,6 @@ def _dots(row: Any, block: Any, out: Any) -> None:
             c += row[d] * block[j + 2, d]
             e += row[d] * block[j + 3, d]
         out[j], out[j + 1], out[j + 2], out[j + 3] = a, b, c, e
-        j += 4
-    while j < size:
-        a = zero
-        for d in range(row.size):
-            a += row[d] * block[j, d]
-        out[j] = a
-        j += 1
 
 
 @summing
@@ -103,7 +98,7 @@ def _normalise(weights: Any) -> None:
     total = weights.dtype.type(0)
     for j in range(weights.size):
         total += weights[j]
-    share = 1 / total
+    share = weights.dtype.type(1) / total
     for j in range(weights.size):
         weights[j] *= share
 
@@ -115,32 +110,36 @@ def _seen(place: int, window: int) -> tuple[int, int]:
 
 
 @shared
-def attend_rows(
-    query: Any, keys: Any, values: Any, parts: Any, cells: Any, window: int, scale: float, out: Any
+def attend_chains(
+    query: Any, keys: Any, values: Any, chains: Any, cells: Any, window: int, scale: float, out: Any
 ) -> None:
     """out = softmax(scale * query . keys) . values for every row, over the keys that it sees.
 
     query: float32 or float64[R, Hkv, G, D], which also names the precision of all sums. keys: [Hkv, C, D] and values:
-    [Hkv, C, Dv], of the same type or bfloat16 as its bits, uint16. parts: int64[P, 4], for every sequence its first row
-    in query, how many rows, how many keys before them, and where its cells begin. cells: int64, for every sequence
+    [Hkv, C, Dv], of the same type or bfloat16 as its bits, uint16. chains: int64[N, 4], for every sequence its first
+    row in query, how many rows, how many keys before them, and where its cells begin. cells: int64, for every sequence
     those of the keys before and of its rows. window: so many keys a row sees, its own included; 0 for all. scale: > 0.
     out: like query, [R, Hkv, G, Dv].
+
+    To the bit, a row's result hangs on no other row as long as the first of the keys that are named stands at a
+    multiple of BLOCK in its sequence.
     """
     heads, groups = query.shape[1], query.shape[2]
-    for task in prange(parts.shape[0] * heads):
-        p, h = task // heads, task % heads
-        at, count, before, begin = parts[p, 0], parts[p, 1], parts[p, 2], parts[p, 3]
+    for task in prange(heads * chains.shape[0]):
+        h, n = task // chains.shape[0], task % chains.shape[0]
+        at, count, before, begin = chains[n, 0], chains[n, 1], chains[n, 2], chains[n, 3]
         total = before + count
         here = cells[begin : begin + total]
-        weights = np.empty((count, groups, total), query.dtype)
+        weights = np.empty((count, groups, total + GROUP - 1), query.dtype)
         key_block = np.empty((BLOCK, query.shape[3]), query.dtype)
         value_block = np.empty((BLOCK, out.shape[3]), query.dtype)
         for first in range(0, total, BLOCK):
             size = min(BLOCK, total - first)
             _widen(keys[h], here, first, size, key_block)
+            end = first + (size + GROUP - 1) // GROUP * GROUP
             for r in range(count):
                 for g in range(groups):
-                    _dots(query[at + r, h, g], key_block, weights[r, g, first : first + size])
+                    _products(query[at + r, h, g], key_block, weights[r, g, first:end])
         for r in range(count):
             start, end = _seen(before + r, window)
             for g in range(groups):
