@@ -113,6 +113,8 @@ class HFBackend:
         self._trees = TreeBook()
         self._model: Any = loaded.model
         self._attention_before = self._model.config._attn_implementation
+        if progress is not None:  # the first time after an installation its kernels are compiled
+            progress(f"comparing {loaded.name} with its own attention", 0, None)
         probe(self._model, loaded.name, self._pools, length, loaded.vocab_size)
         self._run = Runner(self._model)
         if compile:
