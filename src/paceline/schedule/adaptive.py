@@ -92,7 +92,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What allocate() found: drafts for each request, and what to expect of the step with them."""
+    """What allocate() found: drafts for each request, and what to expect of the step with them, others left out."""
 
     drafts: list[int]
     tokens: float
@@ -114,12 +114,18 @@ def allocate(
 ) -> Plan:
     """Drafts for each of the decoding requests.
 
-    others: what else is in the forward and emits nothing, such as prompts being read. overhead: seconds of a step that
-    are neither forward nor drafting. Requests draft side by side, one depth after the other, so drafting takes as long
-    as the dearest of those that were chosen.
+    others: what else is in the forward and emits nothing, such as prompts being read. It takes its time whatever is
+    drafted, and dividing that time among more tokens saves none of it: drafts are weighed against the seconds of the
+    asks alone, by what they add to the forward as it is. overhead: seconds of a step that are neither forward nor
+    drafting. Requests draft side by side, one depth after the other, so drafting takes as long as the dearest of those
+    that were chosen.
     """
     order = sorted((-chance, i, j) for i, ask in enumerate(asks) for j, chance in enumerate(ask.chances))
-    forwards = costs.curve([*(ask.share for ask in asks), *others], len(order))
+    shares = [ask.share for ask in asks]
+    forwards = costs.curve([*shares, *others], len(order))
+    if others:
+        elsewhere = forwards[0] - costs.step_seconds(shares)
+        forwards = [max(seconds - elsewhere, 1e-9) for seconds in forwards]
     tokens = plain_tokens = sum(ask.tokens for ask in asks)
     seconds = plain_seconds = forwards[0] + overhead
     best, best_tokens, best_seconds, drafting = 0, tokens, seconds, 0.0
