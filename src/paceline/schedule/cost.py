@@ -29,6 +29,35 @@ CONTEXTS = (64, 512)
 SEQUENCES = 4  # at once, when the cost of a further sequence is measured
 DRIFT_RATE = 0.1  # of the machine as a whole, which cancels wherever widths are compared
 WIDTH_RATE = 0.03  # of one width against the others
+FURTHER = 4  # tokens over which the context's part in a further one is taken
+CROWD_MEMORY = 0.98
+CROWD_WEIGHT = 1.0  # of the table against what crowds show: forwards that a crowd's drafts have made twice as long
+STEEPEST = 4.0
+
+
+class _Crowd:
+    """What forwards of about so many sequences showed of tokens beyond the first of each."""
+
+    def __init__(self) -> None:
+        self._sequences, self._table, self._seconds = 0, 0.0, 0.0  # of the last forward
+        self._products = self._squares = CROWD_WEIGHT
+
+    @property
+    def steepness(self) -> float:
+        """How often as dear they are as the table says."""
+        return min(max(self._products / self._squares, 1.0 / STEEPEST), STEEPEST)
+
+    def observe(self, sequences: int, table: float, seconds: float) -> None:
+        """A forward took `seconds` where the table alone says `table`, both in forwards of one token for each sequence.
+
+        Compared with the last one of as many sequences: what the machine is busy with and contexts move both alike.
+        """
+        if sequences == self._sequences:
+            expected, seen = table - self._table, seconds - self._seconds
+            seen = min(max(seen, expected - 1.0), expected + 1.0)
+            self._products = CROWD_MEMORY * self._products + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * seen
+            self._squares = CROWD_MEMORY * self._squares + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * expected
+        self._sequences, self._table, self._seconds = sequences, table, seconds
 
 
 class CostTable:
@@ -57,6 +86,7 @@ class CostTable:
             )
         self._drift = 1.0
         self._factors = [1.0] * self.widths.size
+        self._crowds: dict[int, _Crowd] = {}  # by the bits of how many sequences
         # Plain lists: a step asks for a few numbers, and numpy would take longer over them than the decision is worth.
         self._known: list[int] = self.widths.tolist()
         self._least: list[float] = self.table[0].tolist()
@@ -74,20 +104,37 @@ class CostTable:
     def curve(self, shares: Sequence[Share], most: int) -> list[float]:
         """most + 1 durations: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
 
-        The sequences' tokens cost together what one sequence's would; then each pays for its own context.
+        The sequences' tokens cost together what one sequence's would; then each pays for its own context, and a further
+        token for the mean of them. Of several sequences further tokens are as much dearer as was seen.
         """
-        total = sum(width for width, _ in shares)
-        extra = self.per_sequence * max(len(shares) - 1, 0) + sum(self._context(*share) for share in shares)
-        return [max(self._tokens(width) + extra, 1e-9) * self._drift for width in range(total, total + most + 1)]
+        total, count = sum(width for width, _ in shares), max(len(shares), 1)
+        extra = self.per_sequence * (count - 1) + sum(self._context(*share) for share in shares)
+        context = sum(cached for _, cached in shares) // count
+        each = max(self._context(1 + FURTHER, context) - self._context(1, context), 0.0) / FURTHER if most else 0.0
+        steep, least = self._steepness(count), self._tokens(total)
+        return [
+            max(least + extra + steep * (self._tokens(total + n) - least + each * n), 1e-9) * self._drift
+            for n in range(most + 1)
+        ]
 
     def observe(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of these shares took `seconds`. What it took beyond all measure says nothing of the next one."""
-        surprise = min(max(seconds / self.step_seconds(shares), 0.5), 2.0)
+        count, total = len(shares), sum(width for width, _ in shares)
+        expected = table = self.step_seconds(shares) / self._drift
+        crowd = None if count == 1 or total > self._known[-1] else self._crowds.setdefault(count.bit_length(), _Crowd())
+        if crowd is not None:
+            narrow = self.step_seconds([(1, cached) for _, cached in shares]) / self._drift
+            expected = narrow + crowd.steepness * (table - narrow)
+            crowd.observe(count, table / narrow, seconds / (narrow * self._drift))
+        surprise = min(max(seconds / (expected * self._drift), 0.5), 2.0)
         self._drift = max(self._drift * (1.0 + DRIFT_RATE * (surprise - 1.0)), 1e-9)
-        total = sum(width for width, _ in shares)
         i = bisect_left(self._known, total)
-        if i < len(self._known) and self._known[i] == total:
+        if count == 1 and i < len(self._known) and self._known[i] == total:
             self._factors[i] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
+
+    def _steepness(self, sequences: int) -> float:
+        crowd = self._crowds.get(sequences.bit_length()) if sequences > 1 else None
+        return 1.0 if crowd is None else crowd.steepness
 
     def _tokens(self, width: int) -> float:
         """Seconds of `width` tokens behind the least context."""
