@@ -159,3 +159,10 @@ def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.update(chains=0, one=0)
         backend.forward(batch)
         assert calls == {"chains": len(backend._pools.layers), "one": 0}
+
+
+def test_compiling_the_loop_is_not_silent() -> None:
+    """It takes seconds, once after an installation, when the model is compared with itself at load."""
+    said: list[tuple[str, int, int | None]] = []
+    opened("llama", progress=lambda *step: said.append(step)).close()
+    assert said[-1] == ("comparing LlamaForCausalLM with its own attention", 0, None)

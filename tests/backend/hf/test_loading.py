@@ -418,7 +418,6 @@ def test_progress_and_silence(folder: Path, capfd: pytest.CaptureFixture[str]) -
     seen: list[tuple[str, int, int | None]] = []
     opened(folder, progress=lambda *step: seen.append(step))
     size = (folder / "model.safetensors").stat().st_size
-    assert seen.pop() == ("comparing tiny-llama with its own attention", 0, None)
     done = [step[1] for step in seen]
     assert {(step[0], step[2]) for step in seen} == {("loading tiny-llama", size)}
     assert done == sorted(done)
