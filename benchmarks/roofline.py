@@ -26,10 +26,14 @@ MILLISECONDS = 1e-3
 class OnPaper(Controller):
     """A controller whose clock says what the table says."""
 
-    def observe_forward(self, shares: Sequence[Any], seconds: float) -> None:
+    def observe_forward(self, shares: Sequence[Any], others: Sequence[Any], seconds: float) -> None:
         """The table is the truth here."""
 
-    def observe_step(self, depth: int, drafting: float, rest: float) -> None:
+    def observe_drafting(self, drafter: str, candidates: Any, budgets: Sequence[int], seconds: float) -> None:
+        """Lookup for hundreds of requests would take its time; here it takes none."""
+        super().observe_drafting(drafter, candidates, budgets, 0.0)
+
+    def observe_step(self, rest: float) -> None:
         """Nothing but the forward costs anything here."""
 
 

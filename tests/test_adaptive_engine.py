@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from paceline.errors import InvalidParams
 from paceline.schedule import MAX_DRAFTS, Controller, CostTable, FixedLengths
 from paceline.types import Drafter, RequestOutput
 
+ROOT = Path(__file__).parents[1]
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5] * 9, [7, 8, 9, 7, 8, 9, 7], [4]]
 
 
@@ -85,6 +88,22 @@ def test_free_drafts_are_taken_and_dear_ones_are_not() -> None:
     dear = generate("lookup", params, Controller(CostTable([1, 2], [0], [[1.0, 1e3]])))
     assert max(len(o.speculation.drafted_at) for o in free) > 4
     assert sum(o.speculation.drafted for o in dear) <= 4
+
+
+def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine() -> None:
+    """The picture of docs/adaptive.md, small: it could not be drawn any more, and nobody saw it."""
+    spec = importlib.util.spec_from_file_location("roofline", ROOT / "benchmarks" / "roofline.py")
+    assert spec is not None
+    assert spec.loader is not None
+    roofline = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(roofline)
+    lines = roofline.simulate(knee=28, most=32, steps=60)
+    crowded = [drafts for requests, drafts, _ in lines if requests >= 28]
+    begin, end = [drafts for requests, drafts, _ in lines[:8]], [drafts for requests, drafts, _ in lines[-8:]]
+    assert max(crowded) == 0.0
+    assert max(begin) > 1.0
+    assert max(end) > 1.0
+    assert roofline.draw(lines, 28).startswith("<svg")
 
 
 def test_who_adapts() -> None:

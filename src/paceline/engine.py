@@ -177,7 +177,9 @@ class Engine:
             start = perf_counter()
             self._score(able[part])
             seconds = perf_counter() - start
-            self.controller.observe_forward([w.share for w in able[part]], seconds)
+            done = [w for w in able[part] if w.logits is not None]
+            shares, others = ([w.share for w in done if w.turn.decode == decode] for decode in (True, False))
+            self.controller.observe_forward(shares, others, seconds)
             forward_seconds += seconds
             for w in able[part]:
                 self._verify_and_commit(w)
@@ -285,8 +287,6 @@ class Engine:
                 w.sequence.finish("error", error=fault)
 
     def _score(self, work: list[Work]) -> None:
-        if not work:
-            return
         batch = []
         for w in work:
             s, drafts = w.sequence, w.proposal.tokens

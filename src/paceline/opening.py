@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict, Unpack, cast
 
-from .errors import InvalidInput, InvalidParams, UnsupportedOption
+from .errors import InvalidParams, UnsupportedOption
 from .models import Progress, backend_of, resolve, resolve_weights
 from .params import integer
 from .paths import cache_dir
@@ -94,7 +94,7 @@ def cost_table(backend: Backend, progress: Progress | None = None) -> CostTable:
     path = _costs_file(backend.info)
     try:
         table = CostTable.from_json(path.read_text()) if path is not None else None
-    except (OSError, InvalidInput):
+    except (OSError, ValueError):  # gone, or damaged, its bytes or its numbers
         table = None
     if table is not None and table.fits(backend):
         return table

@@ -54,9 +54,9 @@ class Still(Controller):
 
     def __init__(self, steep: float) -> None:
         super().__init__(CostTable([1, 2, 3, 4], [0], [[10.0, 10.0 + steep, 10.0 + 2 * steep, 10.0 + 4 * steep]]))
-        self._per_step = self._per_depth = Dear()
+        self._per_request = self._per_depth = Dear()
 
-    def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
+    def observe_forward(self, shares: Sequence[Share], others: Sequence[Share], seconds: float) -> None:
         pass
 
     def observe_drafting(self, drafter: str, *_: Any) -> None:

@@ -50,10 +50,10 @@ class Watching(FixedLengths):
         """As the inner one says."""
         return self.inner.lengths(candidates, others)
 
-    def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
+    def observe_forward(self, shares: Sequence[Share], others: Sequence[Share], seconds: float) -> None:
         """Part of a step."""
         self._forward += seconds
-        self.inner.observe_forward(shares, seconds)
+        self.inner.observe_forward(shares, others, seconds)
 
     def observe(self, candidate: Candidate, position: int, taken: Sequence[int], accepted: int, verified: int) -> None:
         """One request's part of a step."""

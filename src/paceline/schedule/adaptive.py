@@ -3,11 +3,14 @@
 A step that verifies drafts emits more tokens and takes longer. What is made as large as possible is the expected number
 of tokens that the step emits for everybody, over the seconds it is expected to take:
 
-    (n + sum of the chances that each draft is reached and kept) / (forward of all tokens + drafting + the rest)
+    (n + sum of the chances that each draft is reached and kept) / (forward + drafting + the rest)
+
+Where prompts are read by the same forward, their time is on neither side; see allocate().
 
 The chance of a request's j-th draft is the product of its acceptances at positions 1 to j, so each further draft is
 worth less than the one before it; going through all drafts of all requests from the most to the least likely, and
-keeping the best prefix, finds the best allocation whatever the cost curve looks like.
+keeping the best prefix, finds the best allocation whatever the cost curve looks like, if drafts cost nothing to make.
+Where they do, it is the best of those prefixes.
 
 Non-anticipation: what is decided before a sampled draft is verified may depend on committed tokens and on drafts in
 front of it, never on the draft itself. Estimates look at earlier steps only, so budgets for sampled drafts are settled
@@ -34,6 +37,7 @@ KNOWN_WEIGHT = 20.0
 POOL_WEIGHT = 4.0  # how many observations of its own outweigh what other requests saw
 REQUEST_MEMORY = 0.93  # of what a request saw, at each further observation at the same position
 POOL_MEMORY = 0.995
+POSITIONS = 16  # that are told apart; what lies behind counts for the last of them
 MARGIN = 1.02  # drafting must promise that much more than not drafting: estimates are noisy, plain steps are not
 
 
@@ -56,6 +60,7 @@ class Acceptance:
 
     def observe(self, i: int, kept: bool) -> None:
         """Draft i was judged, and kept or not; those before it were kept."""
+        i = min(i, POSITIONS - 1)
         while len(self._seen) <= i:
             self._kept.append(0.0)
             self._seen.append(0.0)
@@ -66,6 +71,7 @@ class Acceptance:
 
     def at(self, i: int) -> float:
         """Expected acceptance at position i, in (0, 1)."""
+        i = min(i, POSITIONS - 1)
         if self._parent is not None:
             prior = self._parent.at(i)
         else:
@@ -121,11 +127,7 @@ def allocate(
     that were chosen.
     """
     order = sorted((-chance, i, j) for i, ask in enumerate(asks) for j, chance in enumerate(ask.chances))
-    shares = [ask.share for ask in asks]
-    forwards = costs.curve([*shares, *others], len(order))
-    if others:
-        elsewhere = forwards[0] - costs.step_seconds(shares)
-        forwards = [max(seconds - elsewhere, 1e-9) for seconds in forwards]
+    forwards = costs.curve([ask.share for ask in asks], len(order), others)
     tokens = plain_tokens = sum(ask.tokens for ask in asks)
     seconds = plain_seconds = forwards[0] + overhead
     best, best_tokens, best_seconds, drafting = 0, tokens, seconds, 0.0

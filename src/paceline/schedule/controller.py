@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import mul
 
 from ..types import FORCED, Proposal
@@ -26,6 +26,7 @@ PROBE_AFTER = 32  # steps without drafts, then one draft of a drafter that costs
 PROBE_SHARE = 0.02  # as long as that is all that such attempts take of the forwards' time,
 PROBE_MEMORY = 0.9999  # of which so much is left at the next forward
 HORIZON = 64  # steps that are to pay for what a drafter must read before its first draft
+MOST_SOURCES = 256  # that are told apart: a drafter of one's own may say anything
 WATCHED = 4  # proposals of one request whose tokens are compared with the text
 
 
@@ -93,7 +94,7 @@ class FixedLengths:
         """All that were drafted."""
         return [len(candidate.proposal or ()) for candidate in candidates]
 
-    def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
+    def observe_forward(self, shares: Sequence[Share], others: Sequence[Share], seconds: float) -> None:
         """Nothing to learn."""
 
     def observe_drafting(
@@ -126,9 +127,9 @@ class Controller(FixedLengths):
         self.listener: Callable[[str], None] | None = None
         self._told = False  # of this step
         self._rest = 0.0  # seconds of a step beside forward and drafting
-        # By drafter: seconds of drafting in one step, for each of the drafts behind one another, and for each token
-        # that was committed while it was not asked and that it reads first; and seconds spent on probes.
-        self._per_step: dict[str, float] = {}
+        # By drafter: seconds of drafting for each request, for each of the drafts behind one another, and for each
+        # token that was committed while it was not asked and that it reads first; and seconds spent on probes.
+        self._per_request: dict[str, float] = {}
         self._per_depth: dict[str, float] = {}
         self._per_read: dict[str, float] = {}
         self._for_nothing: dict[str, float] = {}  # its last call that brought no drafts
@@ -138,6 +139,7 @@ class Controller(FixedLengths):
         self._plain = 0  # forwards of one token each
         self._pool: dict[tuple[str, bool], Acceptance] = {}  # by source, and whether drafts were judged greedily
         self._standings: dict[int, _Standing] = {}
+        self._idle: dict[str, int] = {}  # of the request that was over last, where no other has begun since
 
     def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """How many drafts to ask `drafter` for, before they are drawn. others: what else is in the forward.
@@ -146,9 +148,10 @@ class Controller(FixedLengths):
         """
         most = max((candidate.most for candidate in candidates), default=0)
         free = super().budgets(drafter, candidates, others)
-        if not most or drafter not in self._per_step:
+        if not most or drafter not in self._per_request:
             return [n if c.fixed else min(n, FIRST) for c, n in zip(candidates, free, strict=True)]
-        share = self._per_step[drafter] / self.costs.seconds(len(candidates), candidates[0].share[1])
+        asking = self._per_request[drafter] * len(candidates)
+        share = asking / self.costs.step_seconds([c.share for c in candidates])
         if share < BRIEF:
             return free
         if share < CHEAP:
@@ -183,11 +186,13 @@ class Controller(FixedLengths):
         # Whatever a drafter says of its sources: what was sampled, or asked for by number, is never cut.
         return [len(c.proposal or ()) if _is_whole(c) else n for c, n in zip(candidates, plan.drafts, strict=True)]
 
-    def observe_forward(self, shares: Sequence[Share], seconds: float) -> None:
-        """A forward of the target took `seconds`."""
+    def observe_forward(self, shares: Sequence[Share], others: Sequence[Share], seconds: float) -> None:
+        """A forward of the target, of decoding sequences and `others`, took `seconds`."""
         self._forwards = self._forwards * PROBE_MEMORY + seconds
         for drafter in self._probing:
             self._probing[drafter] *= PROBE_MEMORY
+        if others or not shares:
+            return
         is_plain = sum(tokens for tokens, _ in shares) == len(shares)
         self._plain += is_plain
         if not is_plain or self._plain % PLAIN_SEEN == 1:
@@ -209,19 +214,20 @@ class Controller(FixedLengths):
         if drafter in self._probed:
             self._probed.remove(drafter)
             self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
-        known = self._per_step.get(drafter, 0.0)
+        known, each = self._per_request.get(drafter, 0.0), seconds / max(len(asked), 1)
         if depth and unread > len(asked) * (MAX_DRAFTS + 1):
             reading = max(seconds - self._per_depth.get(drafter, 0.0) * depth, 0.0)
             self._per_read[drafter] = _learned(self._per_read.get(drafter, 0.0), reading / unread)
         elif depth:
-            self._per_step[drafter] = _learned(known, seconds)
+            self._per_request[drafter] = _learned(known, each)
             self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
         elif asked and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
             # Had nothing: as good as wrong, and no cheaper. The very first call of all may take any time.
-            before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), seconds
-            if min(before, seconds) > known:
-                self._per_step[drafter] = _learned(known, min(before, seconds))
-                self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), min(before, seconds))
+            before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), each
+            each = min(before, each)
+            if each > known:
+                self._per_request[drafter] = _learned(known, each)
+                self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), each * len(asked))
                 for candidate in asked:
                     self._estimate(self._standing(candidate), drafter).observe(0, kept=False)
 
@@ -248,22 +254,28 @@ class Controller(FixedLengths):
             standing.watched = [w for w in standing.watched if self._compare(standing, w, position, taken)]
 
     def forget(self, request_id: int) -> None:
-        """The request is over."""
-        self._standings.pop(request_id, None)
+        """The request is over. The next to come goes on counting the steps without drafts: answers may be short."""
+        standing = self._standings.pop(request_id, None)
+        if standing is not None:
+            self._idle = standing.idle
 
     # --- beliefs ------------------------------------------------------------------------------------
 
     def _standing(self, candidate: Candidate) -> _Standing:
         known = self._standings.get(candidate.request_id)
         if known is None:
-            known = self._standings[candidate.request_id] = _Standing(candidate.greedy)
+            known = self._standings[candidate.request_id] = _Standing(candidate.greedy, idle=self._idle)
+            self._idle = {}
         return known
 
     def _estimate(self, standing: _Standing, source: str) -> Acceptance:
-        if source not in standing.estimates:
+        known = standing.estimates.get(source)
+        if known is None:
+            if (source, standing.greedy) not in self._pool and len(self._pool) >= MOST_SOURCES and source:
+                return self._estimate(standing, "")
             pool = self._pool.setdefault((source, standing.greedy), Acceptance(source=source))
-            standing.estimates[source] = Acceptance(REQUEST_MEMORY, pool)
-        return standing.estimates[source]
+            known = standing.estimates[source] = Acceptance(REQUEST_MEMORY, pool)
+        return known
 
     def _compare(self, standing: _Standing, watched: _Watched, position: int, taken: Sequence[int]) -> bool:
         """Judge a proposal by the tokens that came; whether it can still be judged further."""
@@ -280,8 +292,8 @@ class Controller(FixedLengths):
 
     def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> list[float]:
         standing = self._standing(candidate)
-        single = [self._estimate(standing, source).at(i) for source, size in sources for i in range(size)]
-        return list(accumulate(single[: candidate.most], mul))
+        single = (self._estimate(standing, source).at(i) for source, size in sources for i in range(size))
+        return list(accumulate(islice(single, candidate.most), mul))
 
     def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""

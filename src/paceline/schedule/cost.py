@@ -31,7 +31,7 @@ DRIFT_RATE = 0.1  # of the machine as a whole, which cancels wherever widths are
 WIDTH_RATE = 0.03  # of one width against the others
 FURTHER = 4  # tokens over which the context's part in a further one is taken
 CROWD_MEMORY = 0.98
-CROWD_WEIGHT = 1.0  # of the table against what crowds show: forwards that a crowd's drafts have made twice as long
+CROWD_WEIGHT = 0.1  # of the table against what crowds show: one step that drafts have made a third as long again
 STEEPEST = 4.0
 
 
@@ -54,7 +54,8 @@ class _Crowd:
         """
         if sequences == self._sequences:
             expected, seen = table - self._table, seconds - self._seconds
-            seen = min(max(seen, expected - 1.0), expected + 1.0)
+            most = 1.0 + STEEPEST * abs(expected)  # what is beyond it is an interruption
+            seen = min(max(seen, -most), most)
             self._products = CROWD_MEMORY * self._products + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * seen
             self._squares = CROWD_MEMORY * self._squares + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * expected
         self._sequences, self._table, self._seconds = sequences, table, seconds
@@ -66,8 +67,8 @@ class CostTable:
     widths: new tokens, ascending. contexts: cached tokens, ascending. table: seconds, float64[contexts, widths], of one
     sequence alone. per_sequence: seconds that each further sequence adds to a forward of the same number of tokens.
 
-    Between entries it is linear, and so it is beyond them. Raises InvalidInput for a table of another shape, or with
-    entries that are no durations.
+    Between entries it is linear, and so it is beyond them, but never falls there. Raises InvalidInput for a table of
+    another shape, or with entries that are no durations.
     """
 
     def __init__(self, widths: Sequence[int], contexts: Sequence[int], table: Any, per_sequence: float = 0.0) -> None:
@@ -84,6 +85,8 @@ class CostTable:
                 f"a cost table of {self.contexts.size} contexts and {self.widths.size} widths needs as many durations "
                 f"above 0, got shape {self.table.shape}"
             )
+        if not 0.0 <= self.per_sequence < np.inf:
+            raise InvalidInput(f"per_sequence = {per_sequence}; a cost table needs a duration")
         self._drift = 1.0
         self._factors = [1.0] * self.widths.size
         self._crowds: dict[int, _Crowd] = {}  # by the bits of how many sequences
@@ -101,46 +104,63 @@ class CostTable:
         """One forward of several sequences together."""
         return self.curve(shares, 0)[0]
 
-    def curve(self, shares: Sequence[Share], most: int) -> list[float]:
+    def curve(self, shares: Sequence[Share], most: int, others: Sequence[Share] = ()) -> list[float]:
         """most + 1 durations: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
 
-        The sequences' tokens cost together what one sequence's would; then each pays for its own context, and a further
-        token for the mean of them. Of several sequences further tokens are as much dearer as was seen.
+        A further token pays for the mean of the sequences' contexts; of several sequences it is as much dearer as was
+        seen. others: what else is read by the same forward. Its own time is left out, but a further token costs what it
+        adds to a forward that is as wide as both together.
         """
-        total, count = sum(width for width, _ in shares), max(len(shares), 1)
-        extra = self.per_sequence * (count - 1) + sum(self._context(*share) for share in shares)
-        context = sum(cached for _, cached in shares) // count
+        first, steep = self._forward(shares)
+        total = sum(width for width, _ in shares) + sum(width for width, _ in others)
+        context = sum(cached for _, cached in shares) // max(len(shares), 1)
         each = max(self._context(1 + FURTHER, context) - self._context(1, context), 0.0) / FURTHER if most else 0.0
-        steep, least = self._steepness(count), self._tokens(total)
+        least = self._tokens(total)
         return [
-            max(least + extra + steep * (self._tokens(total + n) - least + each * n), 1e-9) * self._drift
+            max(first + steep * (self._tokens(total + n) - least + each * n), 1e-9) * self._drift
             for n in range(most + 1)
         ]
 
     def observe(self, shares: Sequence[Share], seconds: float) -> None:
-        """A forward of these shares took `seconds`. What it took beyond all measure says nothing of the next one."""
+        """A forward of these shares and of nothing else took `seconds`.
+
+        The shares are decoding sequences': prompts have no rows of logits, and would teach what drafts do not cost.
+        What a forward took beyond all measure says nothing of the next one.
+        """
         count, total = len(shares), sum(width for width, _ in shares)
-        expected = table = self.step_seconds(shares) / self._drift
-        crowd = None if count == 1 or total > self._known[-1] else self._crowds.setdefault(count.bit_length(), _Crowd())
-        if crowd is not None:
-            narrow = self.step_seconds([(1, cached) for _, cached in shares]) / self._drift
-            expected = narrow + crowd.steepness * (table - narrow)
+        surprise = min(max(seconds / self.step_seconds(shares), 0.5), 2.0)
+        if count > 1:
+            narrow, table = self._alone([(1, cached) for _, cached in shares]), self._alone(shares)
+            crowd = self._crowds.setdefault(count.bit_length(), _Crowd())
             crowd.observe(count, table / narrow, seconds / (narrow * self._drift))
-        surprise = min(max(seconds / (expected * self._drift), 0.5), 2.0)
         self._drift = max(self._drift * (1.0 + DRIFT_RATE * (surprise - 1.0)), 1e-9)
         i = bisect_left(self._known, total)
-        if count == 1 and i < len(self._known) and self._known[i] == total:
+        # Of the first width there is nothing to learn but the drift: what both claimed would be lost to the others.
+        if count == 1 and 0 < i < len(self._known) and self._known[i] == total:
             self._factors[i] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
 
-    def _steepness(self, sequences: int) -> float:
-        crowd = self._crowds.get(sequences.bit_length()) if sequences > 1 else None
-        return 1.0 if crowd is None else crowd.steepness
+    def _forward(self, shares: Sequence[Share]) -> tuple[float, float]:
+        """Seconds of a forward, drift left out, and how often as dear as the table says further tokens are in it."""
+        table = self._alone(shares)
+        crowd = self._crowds.get(len(shares).bit_length()) if len(shares) > 1 else None
+        if crowd is None:
+            return table, 1.0
+        narrow = self._alone([(1, cached) for _, cached in shares])
+        return max(narrow + crowd.steepness * (table - narrow), 1e-9), crowd.steepness
+
+    def _alone(self, shares: Sequence[Share]) -> float:
+        """By the table alone: the tokens cost together what one sequence's would, and each pays for its own context."""
+        tokens = self._tokens(sum(width for width, _ in shares))
+        return tokens + self.per_sequence * max(len(shares) - 1, 0) + sum(self._context(*share) for share in shares)
 
     def _tokens(self, width: int) -> float:
         """Seconds of `width` tokens behind the least context."""
         i, share = _place(self._known, width)
         low = self._least[i] * self._factors[i]
-        return low if share == 0.0 else low + (self._least[i + 1] * self._factors[i + 1] - low) * share
+        if share == 0.0:
+            return low
+        rise = self._least[i + 1] * self._factors[i + 1] - low
+        return low + (max(rise, 0.0) if share > 1.0 else rise) * share
 
     def _context(self, width: int, context: int) -> float:
         """What a context adds to one sequence's tokens."""
@@ -149,7 +169,8 @@ class CostTable:
         i, share = _place(self._known, width)
         j, farther = _place(self._behind, context)
         low = _between(self._growth[i], j, farther)
-        return low if share == 0.0 else low + (_between(self._growth[i + 1], j, farther) - low) * share
+        added = low if share == 0.0 else low + (_between(self._growth[i + 1], j, farther) - low) * share
+        return max(added, 0.0)
 
     # --- measuring ----------------------------------------------------------------------------------
 
@@ -200,7 +221,7 @@ class CostTable:
         try:
             data = json.loads(text)
             return cls(data["widths"], data["contexts"], data["seconds"], data["per_sequence"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidInput(f"not a cost table ({type(error).__name__}: {error})") from None
 
 
@@ -237,8 +258,8 @@ class _Measurement:
                 few = [width for width in WIDTHS[:4] if width in first]
                 farther = self._rounds(slot, few, 0.95)
                 added = [farther[width] - first[width] for width in sorted(farther)]
-                growth = _linear(np.array(widths), np.array(sorted(farther)), np.array(added))
-                table.append(np.maximum(np.array(table[0]) + growth, 1e-9).tolist())
+                growth = [_between(added, *_place(sorted(farther), width)) for width in widths]
+                table.append([at_first + max(more, 0.0) for at_first, more in zip(table[0], growth, strict=True)])
             return widths, self.contexts[: len(table)], table, per_sequence
         finally:
             self.backend.release(slot)
@@ -314,13 +335,3 @@ def _place(known: list[int], x: int) -> tuple[int, float]:
 
 def _between(values: list[float], i: int, share: float) -> float:
     return values[i] if share == 0.0 else values[i] + (values[i + 1] - values[i]) * share
-
-
-def _linear(x: Any, known: Any, values: Any) -> Any:
-    """Piecewise linear through (known, values), known ascending; the outer pieces go on. values: [n, ...]."""
-    if known.size == 1:
-        return np.broadcast_to(values[0], (len(x), *np.shape(values)[1:])).copy()
-    i = np.clip(np.searchsorted(known, x, side="right") - 1, 0, known.size - 2)
-    share = (x - known[i]) / (known[i + 1] - known[i])
-    share = share.reshape(-1, *([1] * (np.ndim(values) - 1)))
-    return values[i] + (values[i + 1] - values[i]) * share

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,10 @@ def parts(rows: Sequence[int], max_rows: int) -> list[slice]:
 
     rows[i]: rows of request i. Nobody is split: a request with more than max_rows goes alone.
     """
-    cuts, held = [0], 0
+    cuts, held = [0] if rows else [], 0
     for i, n in enumerate(rows):
         if held and held + n > max_rows:
             cuts.append(i)
             held = 0
         held += n
-    return [slice(a, b) for a, b in zip(cuts, [*cuts[1:], len(rows)], strict=True)]
+    return [slice(a, b) for a, b in pairwise([*cuts, len(rows)])]
