@@ -90,6 +90,40 @@ def test_free_drafts_are_taken_and_dear_ones_are_not() -> None:
     assert sum(o.speculation.drafted for o in dear) <= 4
 
 
+def test_the_controller_is_told_who_decoded_in_a_step_and_who_did_not() -> None:
+    """One report of a step, however many forwards it took: a price is compared with what the whole step was believed
+    to cost."""
+
+    class Told(Controller):
+        def observe_forward(self, shares: Any, others: Any, seconds: float) -> None:
+            steps.append((list(shares), list(others)))
+
+    steps: list[tuple[list[Any], list[Any]]] = []
+    target = ToyBackend(12, seed=3, stop_ids=(), max_len=96, max_seqs=4, max_step_tokens=16)
+    twin = ModelDrafter(ToyBackend(12, seed=3, stop_ids=(), max_len=96, max_seqs=4), "model:toy", target)
+    engine = Engine(target, twin, controller=Told(CostTable([1, 99], [0], [[1.0, 1.1]])))
+    engine.max_rows = 4  # a step of two requests that draft takes two forwards
+    forwards = 0
+
+    def counted(batch: Any) -> Any:
+        nonlocal forwards
+        forwards += 1
+        return forward(batch)
+
+    forward, target.forward = target.forward, counted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=9, temperature=0.0, draft_length=2)
+    engine.add([1, 2, 3], params)
+    engine.step()
+    engine.add([4] * 10, params)
+    while engine.has_work:
+        engine.step()
+    assert steps[0] == ([], [(2, 0)])
+    assert steps[1] == ([(3, 2)], [(8, 0)])
+    assert steps[2] == ([(3, 5)], [(1, 8)])
+    assert steps[3] == ([(3, 8), (3, 9)], [])
+    assert forwards > len(steps)
+
+
 def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine() -> None:
     """The picture of docs/adaptive.md, small: it could not be drawn any more, and nobody saw it."""
     spec = importlib.util.spec_from_file_location("roofline", ROOT / "benchmarks" / "roofline.py")

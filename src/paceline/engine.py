@@ -172,18 +172,18 @@ class Engine:
         self._draft([w for w in work if w.sequence.finish_reason is None])
         t2 = perf_counter()
         forward_seconds = 0.0
+        shares: dict[bool, list[tuple[int, int]]] = {True: [], False: []}  # of those that decode, and of the others
         able = [w for w in work if w.sequence.finish_reason is None]
         for part in parts([w.num_rows for w in able], self.max_rows):
             start = perf_counter()
             self._score(able[part])
-            seconds = perf_counter() - start
-            done = [w for w in able[part] if w.logits is not None]
-            shares, others = ([w.share for w in done if w.turn.decode == decode] for decode in (True, False))
-            self.controller.observe_forward(shares, others, seconds)
-            forward_seconds += seconds
+            forward_seconds += perf_counter() - start
             for w in able[part]:
+                if w.logits is not None:
+                    shares[w.turn.decode].append(w.share)
                 self._verify_and_commit(w)
         t3 = perf_counter()
+        self.controller.observe_forward(shares[True], shares[False], forward_seconds)
         # Before they are emitted, for the last chunk takes the books along; emitting is the next step's time.
         other_seconds = t1 - t0 + self._emit_seconds
         self.controller.observe_step(t3 - t2 - forward_seconds + other_seconds)

@@ -109,7 +109,7 @@ def cost_table(backend: Backend, progress: Progress | None = None) -> CostTable:
 def _costs_file(info: BackendInfo) -> Path | None:
     if info.fingerprint is None:
         return None
-    key = f"{info.fingerprint}, {platform.node()}, {os.cpu_count()} processors, {info.max_step_tokens} tokens a step"
+    key = f"2, {info.fingerprint}, {platform.node()}, {os.cpu_count()} processors, {info.max_step_tokens} tokens a step"
     return cache_dir() / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 

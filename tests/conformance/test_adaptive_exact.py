@@ -39,11 +39,11 @@ LENGTHS: set[int] = set()
 ASKED: set[str] = set()
 
 
-class Dear(dict[str, float]):
-    """What drafting costs: half a second, but lookup nothing that anybody knows of."""
+class Dear(dict[Any, float]):
+    """What drafting costs: half a second, but asking lookup nothing that anybody knows of."""
 
-    def __contains__(self, drafter: object) -> bool:
-        return drafter != "lookup"
+    def get(self, key: Any, default: Any = None) -> Any:
+        return default if key[0] == "lookup" else 0.5
 
     def __missing__(self, drafter: str) -> float:
         return 0.5
@@ -54,7 +54,7 @@ class Still(Controller):
 
     def __init__(self, steep: float) -> None:
         super().__init__(CostTable([1, 2, 3, 4], [0], [[10.0, 10.0 + steep, 10.0 + 2 * steep, 10.0 + 4 * steep]]))
-        self._per_request = self._per_depth = Dear()
+        self._per_step = self._per_depth = Dear()
 
     def observe_forward(self, shares: Sequence[Share], others: Sequence[Share], seconds: float) -> None:
         pass

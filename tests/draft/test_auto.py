@@ -150,7 +150,7 @@ def test_a_dear_one_without_drafts_leaves_those_of_the_cheap_one() -> None:
     target = ToyBackend(12, seed=3, max_len=96)
     cheap, dear = Inner(lambda c, k: Proposal.point([1] * k)), Inner(lambda c, k: Proposal.point([]))
     cheap.name, dear.name = "cheap", "dear"
-    controller._per_request = {"cheap": 0.0, "dear": 1.0}
+    controller._per_step = {("cheap", 1): 0.0, ("dear", 1): 1.0}
     controller._per_depth = {"cheap": 0.0, "dear": 1e-9}
     engine = Engine(target, AutoDrafter(cheap, dear, "auto:dear"), controller=controller)
     believer = Candidate(0, (1, 0), 8, False, greedy=True)

@@ -15,12 +15,12 @@ from paceline.errors import InvalidInput
 from paceline.schedule.cost import CostTable
 from paceline.types import Segment
 
-TABLE = CostTable([1, 2, 4, 8], [0, 100], [[10, 11, 13, 17], [12, 13, 15, 20]], per_sequence=0.5)
+TABLE = CostTable([1, 2, 4, 8], [0, 100], [[10, 11, 13, 17], [12, 13.5, 16.5, 22.5]], per_sequence=0.5)
 
 
 def test_entries_and_what_lies_between_and_beyond() -> None:
     assert TABLE.seconds(1, 0) == 10
-    assert TABLE.seconds(4, 100) == 15
+    assert TABLE.seconds(4, 100) == 16.5
     assert TABLE.seconds(3, 0) == 12
     assert TABLE.seconds(6, 0) == 15
     assert TABLE.seconds(1, 50) == 11
@@ -30,7 +30,7 @@ def test_entries_and_what_lies_between_and_beyond() -> None:
 
 def test_a_batch_costs_its_tokens_its_contexts_and_its_sequences() -> None:
     assert TABLE.step_seconds([(1, 0), (1, 0)]) == 11 + 0.5
-    assert TABLE.step_seconds([(1, 100), (3, 100)]) == 13 + 2 + 2 + 0.5
+    assert TABLE.step_seconds([(1, 100), (3, 100)]) == 13 + 2 + (2 + 2 * 0.5) + 0.5
     assert TABLE.step_seconds([(1, 100), (3, 0), (4, 0)]) == 17 + 2 + 1.0
 
 
@@ -94,13 +94,37 @@ def test_what_a_crowd_showed_fades() -> None:
     assert slope() == pytest.approx(30 / 16, rel=0.1), "nobody looks any more, so it may be as it was"
 
 
-@pytest.mark.parametrize("seen", [0.01, 1e6])
-def test_one_step_says_only_so_much_of_a_crowd(seen: float) -> None:
+@pytest.mark.parametrize(("drafts", "seen"), [(4, 2.5), (4, 1e6), (4, 0.0), (0, 2.5), (0, 1e6), (0, 0.0)])
+def test_one_interrupted_forward_says_little_of_a_crowd(drafts: int, seen: float) -> None:
+    """A step that took 2.5 times as long made a draft 2.8 times as dear, for hundreds of steps."""
+    table = CostTable([1, 16, 32, 64], [0], [[10, 40, 53, 79]])
+    for step in range(40):
+        n = 4 * (step % 2)
+        seconds = 40 + 13 / 16 * n
+        table.observe([(1 + n, 0), *[(1, 0)] * 15], seconds * seen if (step // 2, n) == (10, drafts) else seconds)
+    low, *_, high = table.curve([(1, 0)] * 16, 8)
+    assert (high - low) / low == pytest.approx(13 / 2 / 40, rel=0.5)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1e9])
+def test_nothing_makes_a_draft_free_or_priceless(seconds: float) -> None:
     table = CostTable([1, 16, 32, 64], [0], [[10, 40, 70, 130]])
-    for seconds in (40.0, seen * 40.0, 40.0, seen * 40.0):
-        table.observe([(1 + 16 * (seconds != 40.0), 0), *[(1, 0)] * 15], seconds)
+    for step in range(400):
+        table.observe([(1 + 16 * (step % 2), 0), *[(1, 0)] * 15], seconds if step % 2 else 40.0)
     low, high = table.curve([(1, 0)] * 16, 1)
-    assert 0 < (high - low) / low <= 4.0 * 30 / 16 / 40 + 1e-9
+    assert 30 / 16 / 40 / 4.01 <= (high - low) / low <= 30 / 16 / 40 * 4.01
+
+
+def test_what_was_seen_stays_where_all_steps_are_alike() -> None:
+    """Nothing new is learned from them, but nothing is forgotten either."""
+    table = CostTable([1, 16, 32, 64], [0], [[10, 40, 70, 130]])
+    for step in range(100):
+        drafts = 16 * (step % 2)
+        table.observe([(1 + drafts, 0), *[(1, 0)] * 15], 40 + 4.0 * drafts)
+    before = table.curve([(1, 0)] * 16, 16)[16]
+    for _ in range(1000):
+        table.observe([(2, 0)] * 16, 104.0)
+    assert table.curve([(1, 0)] * 16, 16)[16] == pytest.approx(before, rel=0.02)
 
 
 def test_many_drafts_of_a_crowd_are_learned_from() -> None:
@@ -115,12 +139,13 @@ def test_many_drafts_of_a_crowd_are_learned_from() -> None:
 
 
 def test_a_step_costs_the_same_however_it_is_asked_for() -> None:
-    table = CostTable([1, 5, 16, 64], [0, 100], [[10, 12, 20, 60], [12, 18, 30, 90]])
+    table = CostTable([1, 5, 16, 64], [0, 100], [[10, 12, 20, 60], [12, 18, 29, 90]])
     for step in range(50):
         each = step % 3
         table.observe([(1 + each, 50)] * 4, 20.0 + 30 * each)
     assert table.step_seconds([(5, 50), (1, 50), (1, 50), (1, 50)]) == pytest.approx(table.curve([(1, 50)] * 4, 4)[4])
-    assert table.seconds(5, 100) == pytest.approx(table.curve([(1, 100)], 4)[4])
+    for width in (2, 5, 11, 70):
+        assert table.seconds(width, 300) == pytest.approx(table.curve([(1, 300)], width - 1)[-1])
 
 
 def test_beside_a_prompt_drafts_pay_for_their_own_context_and_crowd() -> None:
@@ -138,9 +163,18 @@ def test_a_flat_curve_with_noise_in_it_never_falls_below_what_was_measured() -> 
     for width in (1, 4, 64, 512, 100_000):
         for context in (0, 64, 512, 8_000, 1_000_000):
             assert table.seconds(width, context) >= 9.9
+    assert table.seconds(65, 0) == table.seconds(64, 0) == 10.4, "no cliff where the table ends"
     curve = table.curve([(1, 8_000)] * 16, 64, [(100_000, 8_000)])
     assert min(curve) >= 9.9
     assert curve == sorted(curve)
+
+
+def test_a_table_without_the_width_of_one_token() -> None:
+    """Before the first width it was a straight line too, down to nothing and below."""
+    table = CostTable([3, 4], [50, 60], [[10, 20], [11, 23]])
+    for shares in ([(1, 0)] * 2, [(1, 0)], [(2, 55)]):
+        table.observe(shares, 5.0)
+        assert 0 < table.step_seconds(shares) < 20
 
 
 def test_plain_steps_of_a_crowd_leave_the_curve_alone() -> None:
@@ -203,13 +237,24 @@ def test_a_slower_machine_moves_all_widths_alike() -> None:
     assert table.seconds(4, 0) / table.seconds(1, 0) == pytest.approx(2.0), "nothing was seen of any other width"
 
 
-def test_a_wrong_entry_is_put_right_by_use() -> None:
+def test_a_wrong_table_is_put_right_by_use() -> None:
     table = CostTable([1, 4], [0], [[10.0, 40.0]])
     for _ in range(400):
         table.observe([(1, 0)], 10.0)
         table.observe([(4, 0)], 20.0)
     assert table.seconds(1, 0) == pytest.approx(10.0, rel=0.1)
     assert table.seconds(4, 0) == pytest.approx(20.0, rel=0.1)
+    assert table.seconds(3, 0) == pytest.approx(10 + 2 / 3 * 10, rel=0.1), "and with it what lies beside it"
+
+
+def test_a_machine_that_slows_down_while_all_steps_have_drafts_is_no_dear_width() -> None:
+    """Eight tokens stayed 17 % dearer than they are: once no drafts were made, nobody measured them again."""
+    table = CostTable([1, 8], [0], [[10.0, 20.0]])
+    for _ in range(200):
+        table.observe([(8, 0)], 40.0)
+    for _ in range(200):
+        table.observe([(1, 0)], 20.0)
+    assert table.seconds(8, 0) / table.seconds(1, 0) == pytest.approx(2.0, rel=0.02)
 
 
 def test_one_interrupted_forward_hardly_counts() -> None:

@@ -45,7 +45,7 @@ Concurrency = Annotated[
         "-c",
         metavar="N",
         min=1,
-        help="Requests at once. May be repeated. Default: 1.",
+        help="Requests at once. May be repeated. Default: 1; of a plan, 1 and 4.",
         rich_help_panel=MEASURING,
     ),
 ]

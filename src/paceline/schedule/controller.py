@@ -8,7 +8,7 @@ from itertools import accumulate, islice
 from operator import mul
 
 from ..types import FORCED, Proposal
-from .adaptive import MARGIN, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
+from .adaptive import MARGIN, PRIORS, REQUEST_MEMORY, Acceptance, Ask, Plan, allocate
 from .cost import CostTable, Share
 
 __all__ = ["MAX_DRAFTS", "Candidate", "Controller", "FixedLengths"]
@@ -127,9 +127,10 @@ class Controller(FixedLengths):
         self.listener: Callable[[str], None] | None = None
         self._told = False  # of this step
         self._rest = 0.0  # seconds of a step beside forward and drafting
-        # By drafter: seconds of drafting for each request, for each of the drafts behind one another, and for each
-        # token that was committed while it was not asked and that it reads first; and seconds spent on probes.
-        self._per_request: dict[str, float] = {}
+        # By drafter, and the bits of how many requests it was asked for: seconds of drafting in one step. By drafter:
+        # seconds for each of the drafts behind one another, and for each token that was committed while it was not
+        # asked and that it reads first; and seconds spent on probes.
+        self._per_step: dict[tuple[str, int], float] = {}
         self._per_depth: dict[str, float] = {}
         self._per_read: dict[str, float] = {}
         self._for_nothing: dict[str, float] = {}  # its last call that brought no drafts
@@ -139,7 +140,7 @@ class Controller(FixedLengths):
         self._plain = 0  # forwards of one token each
         self._pool: dict[tuple[str, bool], Acceptance] = {}  # by source, and whether drafts were judged greedily
         self._standings: dict[int, _Standing] = {}
-        self._idle: dict[str, int] = {}  # of the request that was over last, where no other has begun since
+        self._idle: dict[str, int] = {}  # by drafter, of requests that went since the last one came
 
     def budgets(self, drafter: str, candidates: Sequence[Candidate], others: Sequence[Share]) -> list[int]:
         """How many drafts to ask `drafter` for, before they are drawn. others: what else is in the forward.
@@ -148,9 +149,9 @@ class Controller(FixedLengths):
         """
         most = max((candidate.most for candidate in candidates), default=0)
         free = super().budgets(drafter, candidates, others)
-        if not most or drafter not in self._per_request:
+        asking = self._asking(drafter, len(candidates))
+        if not most or asking is None:
             return [n if c.fixed else min(n, FIRST) for c, n in zip(candidates, free, strict=True)]
-        asking = self._per_request[drafter] * len(candidates)
         share = asking / self.costs.step_seconds([c.share for c in candidates])
         if share < BRIEF:
             return free
@@ -214,22 +215,26 @@ class Controller(FixedLengths):
         if drafter in self._probed:
             self._probed.remove(drafter)
             self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
-        known, each = self._per_request.get(drafter, 0.0), seconds / max(len(asked), 1)
         if depth and unread > len(asked) * (MAX_DRAFTS + 1):
             reading = max(seconds - self._per_depth.get(drafter, 0.0) * depth, 0.0)
             self._per_read[drafter] = _learned(self._per_read.get(drafter, 0.0), reading / unread)
         elif depth:
-            self._per_request[drafter] = _learned(known, each)
-            self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
+            self._learn_drafting(drafter, len(asked), len(candidates), seconds, depth)
         elif asked and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
             # Had nothing: as good as wrong, and no cheaper. The very first call of all may take any time.
-            before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), each
-            each = min(before, each)
-            if each > known:
-                self._per_request[drafter] = _learned(known, each)
-                self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), each * len(asked))
+            before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), seconds
+            if min(before, seconds) > self._per_step.get((drafter, len(asked).bit_length()), 0.0):
+                self._learn_drafting(drafter, len(asked), len(candidates), min(before, seconds), 1)
                 for candidate in asked:
                     self._estimate(self._standing(candidate), drafter).observe(0, kept=False)
+
+    def _learn_drafting(self, drafter: str, asked: int, everybody: int, seconds: float, depth: int) -> None:
+        key, whole = (drafter, asked.bit_length()), (drafter, everybody.bit_length())
+        self._per_step[key] = _learned(self._per_step.get(key, 0.0), seconds)
+        self._per_depth[drafter] = _learned(self._per_depth.get(drafter, 0.0), seconds / depth)
+        if asked < everybody and whole in self._per_step:
+            # All take at most as much for each: a slow first call, after which few are asked, is not believed for ever.
+            self._per_step[whole] = min(self._per_step[whole], seconds * everybody / asked)
 
     def observe_step(self, rest: float) -> None:
         """All of a step but forward and drafting took `rest` seconds."""
@@ -254,10 +259,15 @@ class Controller(FixedLengths):
             standing.watched = [w for w in standing.watched if self._compare(standing, w, position, taken)]
 
     def forget(self, request_id: int) -> None:
-        """The request is over. The next to come goes on counting the steps without drafts: answers may be short."""
+        """The request is over, or waits. The next to come goes on counting idle steps, for answers may be short."""
         standing = self._standings.pop(request_id, None)
-        if standing is not None:
-            self._idle = standing.idle
+        for drafter, steps in standing.idle.items() if standing is not None else ():
+            self._idle[drafter] = max(self._idle.get(drafter, 0), steps)
+
+    def _asking(self, drafter: str, requests: int) -> float | None:
+        """Seconds of a call for so many, or at least for fewer; None where nobody knows."""
+        known = (self._per_step.get((drafter, bits)) for bits in range(requests.bit_length(), 0, -1))
+        return next((seconds for seconds in known if seconds is not None), None)
 
     # --- beliefs ------------------------------------------------------------------------------------
 
@@ -271,7 +281,8 @@ class Controller(FixedLengths):
     def _estimate(self, standing: _Standing, source: str) -> Acceptance:
         known = standing.estimates.get(source)
         if known is None:
-            if (source, standing.greedy) not in self._pool and len(self._pool) >= MOST_SOURCES and source:
+            is_new = (source, standing.greedy) not in self._pool and source not in PRIORS
+            if is_new and source and len(self._pool) >= MOST_SOURCES:
                 return self._estimate(standing, "")
             pool = self._pool.setdefault((source, standing.greedy), Acceptance(source=source))
             known = standing.estimates[source] = Acceptance(REQUEST_MEMORY, pool)
@@ -329,9 +340,9 @@ class Controller(FixedLengths):
         left = PROBE_SHARE * self._forwards - self._probing.get(drafter, 0.0)
         for i, candidate in enumerate(candidates):
             idle = self._standing(candidate).idle
-            idle[drafter] = 0 if drafts[i] else idle.get(drafter, 0) + 1
+            idle[drafter] = 0 if drafts[i] or candidate.fixed else idle.get(drafter, 0) + 1
             cost = self._to_read(drafter, candidate) + self._per_depth[drafter]
-            may = candidate.most and not candidate.fixed and not _is_drawn(candidate)
+            may = candidate.most and not _is_drawn(candidate)
             if idle[drafter] >= PROBE_AFTER and cost <= left and may:
                 idle[drafter], probes[i], left = 0, 1, left - cost
                 self._probed.add(drafter)

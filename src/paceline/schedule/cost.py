@@ -7,10 +7,10 @@ token can be dearer than one of two.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import count
-from statistics import median
+from statistics import fmean, linear_regression, median
 from time import perf_counter
 from typing import Any, Self
 
@@ -28,36 +28,36 @@ WIDTHS = (1, 5, 2, 8, 16, 3, 4, 32, 6, 12, 24, 64)  # in the order in which they
 CONTEXTS = (64, 512)
 SEQUENCES = 4  # at once, when the cost of a further sequence is measured
 DRIFT_RATE = 0.1  # of the machine as a whole, which cancels wherever widths are compared
-WIDTH_RATE = 0.03  # of one width against the others
-FURTHER = 4  # tokens over which the context's part in a further one is taken
-CROWD_MEMORY = 0.98
-CROWD_WEIGHT = 0.1  # of the table against what crowds show: one step that drafts have made a third as long again
 STEEPEST = 4.0
+MEMORY = 0.98  # of what forwards showed, at the next one that shows something
+PRIOR_WEIGHT = 0.1  # of the table against that: one step that drafts have made a third as long again
+ALIKE = 0.01  # two forwards whose prices differ by less, in forwards of one token each, show nothing
 
 
-class _Crowd:
-    """What forwards of about so many sequences showed of tokens beyond the first of each."""
+class Steepness:
+    """How dear tokens beyond each sequence's first are, against the table, in forwards of about as many sequences."""
 
     def __init__(self) -> None:
         self._sequences, self._table, self._seconds = 0, 0.0, 0.0  # of the last forward
-        self._products = self._squares = CROWD_WEIGHT
+        self._products = self._squares = PRIOR_WEIGHT
 
     @property
-    def steepness(self) -> float:
-        """How often as dear they are as the table says."""
+    def value(self) -> float:
+        """1 where they cost what the table says."""
         return min(max(self._products / self._squares, 1.0 / STEEPEST), STEEPEST)
 
     def observe(self, sequences: int, table: float, seconds: float) -> None:
-        """A forward took `seconds` where the table alone says `table`, both in forwards of one token for each sequence.
+        """A forward took `seconds` where the table says `table`, both in forwards of one token for each sequence.
 
         Compared with the last one of as many sequences: what the machine is busy with and contexts move both alike.
+        Plain forwards one after the other let fade what was seen, so that drafts are tried again.
         """
-        if sequences == self._sequences:
-            expected, seen = table - self._table, seconds - self._seconds
-            most = 1.0 + STEEPEST * abs(expected)  # what is beyond it is an interruption
+        expected, seen = table - self._table, seconds - self._seconds
+        if sequences == self._sequences and (abs(expected) > ALIKE or table <= 1.0):
+            most = STEEPEST * abs(expected)  # what is beyond it is an interruption
             seen = min(max(seen, -most), most)
-            self._products = CROWD_MEMORY * self._products + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * seen
-            self._squares = CROWD_MEMORY * self._squares + (1 - CROWD_MEMORY) * CROWD_WEIGHT + expected * expected
+            self._products = MEMORY * self._products + (1 - MEMORY) * PRIOR_WEIGHT + expected * seen
+            self._squares = MEMORY * self._squares + (1 - MEMORY) * PRIOR_WEIGHT + expected * expected
         self._sequences, self._table, self._seconds = sequences, table, seconds
 
 
@@ -67,8 +67,10 @@ class CostTable:
     widths: new tokens, ascending. contexts: cached tokens, ascending. table: seconds, float64[contexts, widths], of one
     sequence alone. per_sequence: seconds that each further sequence adds to a forward of the same number of tokens.
 
-    Between entries it is linear, and so it is beyond them, but never falls there. Raises InvalidInput for a table of
-    another shape, or with entries that are no durations.
+    Behind the least context, and behind less than that, a width costs its entry; between entries it is linear, and so
+    it is beyond them, but never falls there. What a farther context adds is linear in the width: so much for the first
+    token and, never less than nothing, so much for each further one. Raises InvalidInput for a table of another shape,
+    or with entries that are no durations.
     """
 
     def __init__(self, widths: Sequence[int], contexts: Sequence[int], table: Any, per_sequence: float = 0.0) -> None:
@@ -88,13 +90,15 @@ class CostTable:
         if not 0.0 <= self.per_sequence < np.inf:
             raise InvalidInput(f"per_sequence = {per_sequence}; a cost table needs a duration")
         self._drift = 1.0
-        self._factors = [1.0] * self.widths.size
-        self._crowds: dict[int, _Crowd] = {}  # by the bits of how many sequences
+        self._steepness: dict[int, Steepness] = {}  # by the bits of how many sequences
+        growth = self.table - self.table[0]
+        each = np.maximum(growth[:, -1] - growth[:, 0], 0.0) / max(self.widths[-1] - self.widths[0], 1)
         # Plain lists: a step asks for a few numbers, and numpy would take longer over them than the decision is worth.
         self._known: list[int] = self.widths.tolist()
         self._least: list[float] = self.table[0].tolist()
-        self._growth: list[list[float]] = (self.table - self.table[0]).T.tolist()  # by width, then context
         self._behind: list[int] = self.contexts.tolist()
+        self._first: list[float] = np.maximum(growth[:, 0] - each * (self.widths[0] - 1), 0.0).tolist()
+        self._further: list[float] = each.tolist()
 
     def seconds(self, new_tokens: int, context: int) -> float:
         """One forward of one sequence."""
@@ -107,14 +111,17 @@ class CostTable:
     def curve(self, shares: Sequence[Share], most: int, others: Sequence[Share] = ()) -> list[float]:
         """most + 1 durations: the forward of `shares`, with 0, 1, ... further tokens in it, whosever they are.
 
-        A further token pays for the mean of the sequences' contexts; of several sequences it is as much dearer as was
-        seen. others: what else is read by the same forward. Its own time is left out, but a further token costs what it
-        adds to a forward that is as wide as both together.
+        A further token pays for the mean of the sequences' contexts, and is as much dearer than measured as was seen of
+        so many sequences. others: what else is read by the same forward. Its own time is left out, but a further token
+        costs what it adds to a forward that is as wide as both together.
         """
-        first, steep = self._forward(shares)
+        table, narrow = self._alone(shares), self._narrow(shares)
+        known = self._steepness.get(len(shares).bit_length())
+        steep = 1.0 if known is None else known.value
+        first = narrow + steep * (table - narrow)
         total = sum(width for width, _ in shares) + sum(width for width, _ in others)
         context = sum(cached for _, cached in shares) // max(len(shares), 1)
-        each = max(self._context(1 + FURTHER, context) - self._context(1, context), 0.0) / FURTHER if most else 0.0
+        each = max(self._context(2, context) - self._context(1, context), 0.0) if most else 0.0
         least = self._tokens(total)
         return [
             max(first + steep * (self._tokens(total + n) - least + each * n), 1e-9) * self._drift
@@ -124,53 +131,41 @@ class CostTable:
     def observe(self, shares: Sequence[Share], seconds: float) -> None:
         """A forward of these shares and of nothing else took `seconds`.
 
-        The shares are decoding sequences': prompts have no rows of logits, and would teach what drafts do not cost.
-        What a forward took beyond all measure says nothing of the next one.
+        They are of sequences that decode: what others take, most of whose tokens have no logits, is not what drafts
+        cost. What a forward took beyond all measure says nothing of the next one.
         """
-        count, total = len(shares), sum(width for width, _ in shares)
-        surprise = min(max(seconds / self.step_seconds(shares), 0.5), 2.0)
-        if count > 1:
-            narrow, table = self._alone([(1, cached) for _, cached in shares]), self._alone(shares)
-            crowd = self._crowds.setdefault(count.bit_length(), _Crowd())
-            crowd.observe(count, table / narrow, seconds / (narrow * self._drift))
+        table, narrow = self._alone(shares), self._narrow(shares)
+        known = self._steepness.setdefault(len(shares).bit_length(), Steepness())
+        expected = max(narrow + known.value * (table - narrow), 1e-9)
+        surprise = min(max(seconds / (expected * self._drift), 0.5), 2.0)
+        known.observe(len(shares), table / narrow, seconds / (narrow * self._drift))
         self._drift = max(self._drift * (1.0 + DRIFT_RATE * (surprise - 1.0)), 1e-9)
-        i = bisect_left(self._known, total)
-        # Of the first width there is nothing to learn but the drift: what both claimed would be lost to the others.
-        if count == 1 and 0 < i < len(self._known) and self._known[i] == total:
-            self._factors[i] *= 1.0 + WIDTH_RATE * (surprise - 1.0)
-
-    def _forward(self, shares: Sequence[Share]) -> tuple[float, float]:
-        """Seconds of a forward, drift left out, and how often as dear as the table says further tokens are in it."""
-        table = self._alone(shares)
-        crowd = self._crowds.get(len(shares).bit_length()) if len(shares) > 1 else None
-        if crowd is None:
-            return table, 1.0
-        narrow = self._alone([(1, cached) for _, cached in shares])
-        return max(narrow + crowd.steepness * (table - narrow), 1e-9), crowd.steepness
 
     def _alone(self, shares: Sequence[Share]) -> float:
         """By the table alone: the tokens cost together what one sequence's would, and each pays for its own context."""
         tokens = self._tokens(sum(width for width, _ in shares))
         return tokens + self.per_sequence * max(len(shares) - 1, 0) + sum(self._context(*share) for share in shares)
 
+    def _narrow(self, shares: Sequence[Share]) -> float:
+        """The same with one token for each."""
+        return self._alone([(1, cached) for _, cached in shares])
+
     def _tokens(self, width: int) -> float:
         """Seconds of `width` tokens behind the least context."""
         i, share = _place(self._known, width)
-        low = self._least[i] * self._factors[i]
+        low = self._least[i]
         if share == 0.0:
             return low
-        rise = self._least[i + 1] * self._factors[i + 1] - low
-        return low + (max(rise, 0.0) if share > 1.0 else rise) * share
+        rise = self._least[i + 1] - low
+        return low + rise * (share if rise > 0.0 else min(share, 1.0))
 
     def _context(self, width: int, context: int) -> float:
         """What a context adds to one sequence's tokens."""
         if len(self._behind) == 1:
             return 0.0
-        i, share = _place(self._known, width)
         j, farther = _place(self._behind, context)
-        low = _between(self._growth[i], j, farther)
-        added = low if share == 0.0 else low + (_between(self._growth[i + 1], j, farther) - low) * share
-        return max(added, 0.0)
+        first, further = _between(self._first, j, farther), _between(self._further, j, farther)
+        return max(first + (width - 1) * further, 0.0)
 
     # --- measuring ----------------------------------------------------------------------------------
 
@@ -257,9 +252,8 @@ class _Measurement:
                 self.fill(slot, context)
                 few = [width for width in WIDTHS[:4] if width in first]
                 farther = self._rounds(slot, few, 0.95)
-                added = [farther[width] - first[width] for width in sorted(farther)]
-                growth = [_between(added, *_place(sorted(farther), width)) for width in widths]
-                table.append([at_first + max(more, 0.0) for at_first, more in zip(table[0], growth, strict=True)])
+                one, each = _line({width - 1: farther[width] - first[width] for width in farther})
+                table.append([first[width] + one + each * (width - 1) for width in widths])
             return widths, self.contexts[: len(table)], table, per_sequence
         finally:
             self.backend.release(slot)
@@ -325,12 +319,21 @@ class _Measurement:
         return (self.clock() - self.started) / self.budget
 
 
+def _line(points: dict[int, float]) -> tuple[float, float]:
+    """Height at 0 and slope, neither below 0, of the line that goes best through x -> y."""
+    slope, height = linear_regression(points.keys(), points.values()) if len(points) > 1 else (0.0, 0.0)
+    return (max(height, 0.0), slope) if slope > 0.0 else (max(fmean(points.values()), 0.0), 0.0)
+
+
 def _place(known: list[int], x: int) -> tuple[int, float]:
-    """Where x lies among ascending numbers: behind the i-th, by a share of the way to the next, which may be over 1."""
+    """Where x lies among ascending numbers: behind the i-th, by a share of the way to the next, which may be over 1.
+
+    What is before the first counts as the first.
+    """
     if len(known) == 1:
         return 0, 0.0
     i = min(max(bisect_right(known, x) - 1, 0), len(known) - 2)
-    return i, (x - known[i]) / (known[i + 1] - known[i])
+    return i, max((x - known[i]) / (known[i + 1] - known[i]), 0.0)
 
 
 def _between(values: list[float], i: int, share: float) -> float:
