@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline import PacelineError
 from paceline.bench.cells import MEAN
 from paceline.bench.report import compared, pipes, read_report
 from paceline.bench.target import ADAPTIVE, PLAIN
@@ -237,7 +238,10 @@ def main() -> None:
         except KeyboardInterrupt:
             status = 130
             print("interrupted; so far:", file=sys.stderr)
-    print(text_of([read_report(file) for file in sorted(args.into.glob("*.json"))]), end="")
+    try:
+        print(text_of([read_report(file) for file in sorted(args.into.glob("*.json"))]), end="")
+    except PacelineError as error:
+        sys.exit(f"grid.py: {error}")
     sys.exit(status)
 
 

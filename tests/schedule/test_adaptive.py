@@ -326,6 +326,17 @@ def test_what_a_drafter_says_of_its_sources_cuts_nothing_that_was_sampled(source
     controller.observe(fixed, 10, [1, 2, 5], 2, 3)
 
 
+def test_no_more_sources_are_named_than_there_are_drafts() -> None:
+    """ "0 of 1 from lookup:4+lookup:5+..." stood there once a stop string had cut the rest."""
+    said: list[str] = []
+    controller = Controller(STEEP)
+    controller.listener = said.append
+    whole = Proposal.point([1] * 6, sources=(("a", 0), ("b", 1), ("c", 2), ("d", 1), ("e", 2)))
+    for drafts in (6, 3, 1):
+        controller.lengths([candidate(0, whole.first(drafts))], [])
+    assert ["from b+c+..." in said[0], "from b+c," in said[1], "from b," in said[2]] == [True] * 3, said
+
+
 def test_drafts_that_were_cut_before_are_not_paid_for() -> None:
     """A grammar or a stop string shortens a proposal; its sources still tell the drafter's numbers."""
     whole = Proposal.point(range(1, 17), sources=(("good", 16),))

@@ -423,8 +423,11 @@ def _sources(candidate: Candidate) -> tuple[tuple[str, int], ...]:
 
 def _names(candidate: Candidate) -> str:
     """Whose drafts a candidate has, for people."""
-    sources = _sources(candidate) if candidate.proposal is not None else ()
-    names = [source for source, size in sources if size]
+    proposal = candidate.proposal
+    sources = _sources(candidate) if proposal is not None else ()
+    starts = accumulate((size for _, size in sources), initial=0)
+    # The numbers may be of drafts that were cut since.
+    names = [s for (s, size), start in zip(sources, starts, strict=False) if size and start < len(proposal or ())]
     return "+".join([*names[:2], "..."] if len(names) > 3 else names) or "nobody"
 
 
