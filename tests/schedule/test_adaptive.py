@@ -273,7 +273,8 @@ def test_whoever_says_how_many_gets_them() -> None:
     assert controller.lengths([fixed, free], []) == [3, 0]
     unknown = candidate(0, fixed=True), candidate(1)
     assert controller.budgets("lookup", unknown, []) == [8, 4], "what drafts cost is not known yet"
-    controller.observe_drafting("lookup", [free], [3], 30.0)  # a drafter that costs time
+    for _ in range(2):  # the first call says nothing
+        controller.observe_drafting("lookup", [free], [3], 30.0)  # a drafter that costs time
     assert controller.budgets("lookup", [candidate(0, most=3, fixed=True), candidate(1)], []) == [3, 0]
     assert MAX_DRAFTS >= 8
 
@@ -568,10 +569,30 @@ def test_a_draft_model_that_takes_as_long_for_one_as_for_many_is_dear_to_one() -
     assert controller.budgets("model", [candidate(70)], []) == [0]
 
 
+@pytest.mark.parametrize("prompt", [3, 60])
+@pytest.mark.parametrize("slow", [500.0, 1e6])
+def test_a_slow_first_call_does_not_switch_a_draft_model_off(prompt: int, slow: float) -> None:
+    """One that compiles, or comes from a slow disk: by what it took, nothing was ever asked of that model again."""
+    controller = Controller(DEAR_TABLE)
+    drafted, cached, call = 0, prompt, 0
+    for _ in range(20):
+        one = Candidate(0, (1, cached), 8, False)
+        (budget,) = controller.budgets("model", [one], [])
+        if budget:
+            call += 1
+            one.proposal, one.drafter = sampled(budget), "model"
+            controller.observe_drafting("model", [one], [budget], slow if call == 1 else 0.5 * budget)
+        controller.observe_forward([(1 + budget, cached)], [], 10.0)
+        controller.observe(one, cached + 1, [1] * (budget + 1), budget, budget)
+        cached, drafted = cached + budget + 1, drafted + budget
+    assert drafted > 60
+
+
 def test_a_slow_first_call_for_a_crowd_is_not_believed_for_ever() -> None:
     """Afterwards only few are asked, and what it takes for all would never be seen again."""
     controller = Controller(CostTable([1, 2, 16], [0], [[10.0, 20.0, 200.0]]))
     crowd = [Candidate(i, (1, 0), 8, False, Proposal.point([1, 2, 3, 4]), "lookup") for i in range(16)]
+    controller.observe_drafting("lookup", crowd, [4] * 16, 1.0)
     controller.observe_drafting("lookup", crowd, [4] * 16, 90.0)
     controller.observe_drafting("lookup", crowd, [1] + [0] * 15, 0.01)
     assert controller.budgets("lookup", [candidate(i) for i in range(16)], []) == [8] * 16

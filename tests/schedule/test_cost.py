@@ -169,6 +169,13 @@ def test_a_flat_curve_with_noise_in_it_never_falls_below_what_was_measured() -> 
     assert curve == sorted(curve)
 
 
+def test_a_farther_context_is_never_cheaper() -> None:
+    table = CostTable([1, 4], [3, 4, 9], [[10.0, 20.0], [12.0, 26.0], [11.0, 19.0]])
+    for width in (1, 4, 9):
+        prices = [table.seconds(width, context) for context in (0, 3, 4, 5, 9, 10, 100, 10_000)]
+        assert prices == sorted(prices)
+
+
 def test_a_table_without_the_width_of_one_token() -> None:
     """Before the first width it was a straight line too, down to nothing and below."""
     table = CostTable([3, 4], [50, 60], [[10, 20], [11, 23]])

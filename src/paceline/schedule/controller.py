@@ -136,6 +136,7 @@ class Controller(FixedLengths):
         self._for_nothing: dict[str, float] = {}  # its last call that brought no drafts
         self._probing: dict[str, float] = {}
         self._probed: set[str] = set()  # in this step
+        self._warm: set[str] = set()  # whoever was asked before
         self._forwards = 0.0  # seconds of forwards
         self._plain = 0  # forwards of one token each
         self._pool: dict[tuple[str, bool], Acceptance] = {}  # by source, and whether drafts were judged greedily
@@ -215,13 +216,16 @@ class Controller(FixedLengths):
         if drafter in self._probed:
             self._probed.remove(drafter)
             self._probing[drafter] = self._probing.get(drafter, 0.0) + seconds
-        if depth and unread > len(asked) * (MAX_DRAFTS + 1):
+        if asked and drafter not in self._warm:
+            # The very first call of all may take any time: it compiles, and reads weights from the disk.
+            self._warm.add(drafter)
+        elif depth and unread > len(asked) * (MAX_DRAFTS + 1):
             reading = max(seconds - self._per_depth.get(drafter, 0.0) * depth, 0.0)
             self._per_read[drafter] = _learned(self._per_read.get(drafter, 0.0), reading / unread)
         elif depth:
             self._learn_drafting(drafter, len(asked), len(candidates), seconds, depth)
         elif asked and not any(len(c.proposal or ()) for c in asked if c.drafter == drafter):
-            # Had nothing: as good as wrong, and no cheaper. The very first call of all may take any time.
+            # Had nothing: as good as wrong, and no cheaper.
             before, self._for_nothing[drafter] = self._for_nothing.get(drafter, 0.0), seconds
             if min(before, seconds) > self._per_step.get((drafter, len(asked).bit_length()), 0.0):
                 self._learn_drafting(drafter, len(asked), len(candidates), min(before, seconds), 1)

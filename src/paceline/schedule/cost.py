@@ -69,8 +69,8 @@ class CostTable:
 
     Behind the least context, and behind less than that, a width costs its entry; between entries it is linear, and so
     it is beyond them, but never falls there. What a farther context adds is linear in the width: so much for the first
-    token and, never less than nothing, so much for each further one. Raises InvalidInput for a table of another shape,
-    or with entries that are no durations.
+    token and so much for each further one, never less than behind a nearer one. Raises InvalidInput for a table of
+    another shape, or with entries that are no durations.
     """
 
     def __init__(self, widths: Sequence[int], contexts: Sequence[int], table: Any, per_sequence: float = 0.0) -> None:
@@ -97,8 +97,9 @@ class CostTable:
         self._known: list[int] = self.widths.tolist()
         self._least: list[float] = self.table[0].tolist()
         self._behind: list[int] = self.contexts.tolist()
-        self._first: list[float] = np.maximum(growth[:, 0] - each * (self.widths[0] - 1), 0.0).tolist()
-        self._further: list[float] = each.tolist()
+        first = np.maximum(growth[:, 0] - each * (self.widths[0] - 1), 0.0)
+        self._first: list[float] = np.maximum.accumulate(first).tolist()
+        self._further: list[float] = np.maximum.accumulate(each).tolist()
 
     def seconds(self, new_tokens: int, context: int) -> float:
         """One forward of one sequence."""
@@ -121,7 +122,7 @@ class CostTable:
         first = narrow + steep * (table - narrow)
         total = sum(width for width, _ in shares) + sum(width for width, _ in others)
         context = sum(cached for _, cached in shares) // max(len(shares), 1)
-        each = max(self._context(2, context) - self._context(1, context), 0.0) if most else 0.0
+        each = self._context(2, context) - self._context(1, context) if most else 0.0
         least = self._tokens(total)
         return [
             max(first + steep * (self._tokens(total + n) - least + each * n), 1e-9) * self._drift
@@ -165,7 +166,7 @@ class CostTable:
             return 0.0
         j, farther = _place(self._behind, context)
         first, further = _between(self._first, j, farther), _between(self._further, j, farther)
-        return max(first + (width - 1) * further, 0.0)
+        return first + (width - 1) * further
 
     # --- measuring ----------------------------------------------------------------------------------
 
