@@ -116,7 +116,8 @@ class CostTable:
         so many sequences. others: what else is read by the same forward. Its own time is left out, but a further token
         costs what it adds to a forward that is as wide as both together.
         """
-        table, narrow = self._alone(shares), self._narrow(shares)
+        table = self._alone(shares)
+        narrow = self._narrow(shares) if any(width > 1 for width, _ in shares) else table
         known = self._steepness.get(len(shares).bit_length())
         steep = 1.0 if known is None else known.value
         first = narrow + steep * (table - narrow)
