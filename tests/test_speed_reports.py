@@ -389,7 +389,7 @@ def test_the_first_request_does_not_pay_for_learning_prices(clock: Clock) -> Non
     engine = Engine(target, drafter, controller=Controller(table(price)))
     engine.add([1, 2], endless(18, temperature=1.0, seed=1, verification="block"))
     run(engine)
-    assert 1 <= model.calls <= K
+    assert 1 <= model.calls <= 1 + K  # one draft to warm up, and so many to see what they cost
 
 
 def test_a_rounds_time_adds_up(clock: Clock) -> None:

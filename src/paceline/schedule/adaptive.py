@@ -69,16 +69,17 @@ class Acceptance:
         if self._parent is not None:
             self._parent.observe(i, kept)
 
-    def at(self, i: int) -> float:
-        """Expected acceptance at position i, in (0, 1)."""
-        i = min(i, POSITIONS - 1)
-        if self._parent is not None:
-            prior = self._parent.at(i)
-        else:
-            prior = self.at(min(i, len(self._seen)) - 1) if i and self._seen else self._mean
-        if i >= len(self._seen):
-            return prior
-        return (self._kept[i] + self._weight * prior) / (self._seen[i] + self._weight)
+    def expected(self, n: int) -> list[float]:
+        """Acceptance at positions 0 to n - 1, each in (0, 1)."""
+        told = self._parent.expected(min(n, POSITIONS)) if self._parent is not None else None
+        means: list[float] = []
+        for i in range(min(n, POSITIONS)):
+            # Where nobody else is asked, what is not known of a position follows what is known of the one before it.
+            mean = told[i] if told is not None else means[-1] if means else self._mean
+            if i < len(self._seen):
+                mean = (self._kept[i] + self._weight * mean) / (self._seen[i] + self._weight)
+            means.append(mean)
+        return means + means[-1:] * (n - POSITIONS)
 
 
 @dataclass(slots=True)

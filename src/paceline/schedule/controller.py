@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import accumulate
 from operator import mul
 
 from ..types import FORCED, Proposal
@@ -152,7 +152,9 @@ class Controller(FixedLengths):
         free = super().budgets(drafter, candidates, others)
         asking = self._asking(drafter, len(candidates))
         if not most or asking is None:
-            return [n if c.fixed else min(n, FIRST) for c, n in zip(candidates, free, strict=True)]
+            # The very first draft of all shows nothing (observe_drafting), so one will do.
+            first = FIRST if drafter in self._warm else 1
+            return [n if c.fixed else min(n, first) for c, n in zip(candidates, free, strict=True)]
         share = asking / self.costs.step_seconds([c.share for c in candidates])
         if share < BRIEF:
             return free
@@ -306,9 +308,10 @@ class Controller(FixedLengths):
         return position + len(taken) - watched.position < len(watched.tokens)
 
     def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> list[float]:
-        standing = self._standing(candidate)
-        single = (self._estimate(standing, source).at(i) for source, size in sources for i in range(size))
-        return list(accumulate(islice(single, candidate.most), mul))
+        standing, single = self._standing(candidate), list[float]()
+        for source, size in sources:
+            single += self._estimate(standing, source).expected(min(size, candidate.most - len(single)))
+        return list(accumulate(single, mul))
 
     def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
         """Of drafts that have not been drawn."""
