@@ -233,13 +233,18 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args, status = read_options(), 0
     if not args.report:
+        if not args.prompts.is_file():
+            sys.exit(f"grid.py: --prompts {str(args.prompts)!r} is no file")
         try:
             status = 0 if measure(args) else 1
         except KeyboardInterrupt:
             status = 130
             print("interrupted; so far:", file=sys.stderr)
+    files = sorted(args.into.glob("*.json"))
+    if args.report and not files:
+        sys.exit(f"grid.py: no report is in {str(args.into)!r}; measure something into it first")
     try:
-        print(text_of([read_report(file) for file in sorted(args.into.glob("*.json"))]), end="")
+        print(text_of([read_report(file) for file in files]), end="")
     except PacelineError as error:
         sys.exit(f"grid.py: {error}")
     sys.exit(status)

@@ -105,6 +105,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("-o", "--output", type=Path, help="an SVG file")
     arguments = parser.parse_args()
+    for name, least in {"knee": 1, "most": 1, "steps": 3}.items():
+        if (given := getattr(arguments, name)) < least:
+            parser.error(f"--{name} {given}; allowed: at least {least}")
     lines = simulate(arguments.knee, arguments.most, arguments.steps)
     print("| requests | drafts for each | tokens for each |\n|---|---|---|")
     for n, drafts, tokens in lines[:: max(1, len(lines) // 24)]:

@@ -124,13 +124,19 @@ def test_the_controller_is_told_who_decoded_in_a_step_and_who_did_not() -> None:
     assert forwards > len(steps)
 
 
-def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine() -> None:
-    """The picture of docs/adaptive.md, small: it could not be drawn any more, and nobody saw it."""
+@pytest.fixture(scope="module")
+def roofline() -> Any:
+    """benchmarks/roofline.py as a module."""
     spec = importlib.util.spec_from_file_location("roofline", ROOT / "benchmarks" / "roofline.py")
     assert spec is not None
     assert spec.loader is not None
     roofline = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(roofline)
+    return roofline
+
+
+def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine(roofline: Any) -> None:
+    """The picture of docs/adaptive.md, small: it could not be drawn any more, and nobody saw it."""
     lines = roofline.simulate(knee=28, most=32, steps=60)
     crowded = [drafts for requests, drafts, _ in lines if requests >= 28]
     begin, end = [drafts for requests, drafts, _ in lines[:8]], [drafts for requests, drafts, _ in lines[-8:]]
@@ -138,6 +144,16 @@ def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine() -> Non
     assert max(begin) > 1.0
     assert max(end) > 1.0
     assert roofline.draw(lines, 28).startswith("<svg")
+
+
+@pytest.mark.parametrize("option", ["--knee", "--most", "--steps"])
+def test_a_load_of_nothing_is_refused(
+    roofline: Any, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["roofline.py", option, "0"])
+    with pytest.raises(SystemExit):
+        roofline.main()
+    assert f"{option} 0; allowed: at least" in capsys.readouterr().err
 
 
 def test_who_adapts() -> None:

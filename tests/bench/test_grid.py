@@ -181,10 +181,15 @@ def test_from_prompts_to_tables_on_a_toy(tmp_path: Path) -> None:
 
     def made(*options: str, behind: tuple[str, ...] = (), status: int = 0) -> tuple[str, str]:
         command = [*words, *sizes, *options, "--", "--no-guard", *behind]
+        return ended(command, status)
+
+    def ended(command: list[str], status: int) -> tuple[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
         return done.stdout, done.stderr
 
+    assert "no report is in" in ended([*words, "--report"], 1)[1]
+    assert "nowhere.jsonl' is no file" in ended([*words, "--prompts", "nowhere.jsonl"], 1)[1]
     assert "toy-auto-c01: left out, the time is over" in made("--minutes", "0", "--only", "c01")[1]
     failed = made("--only", "c01", behind=("--threads", "2"), status=1)[1]
     assert "--threads 2 is not an option of a toy" in failed

@@ -155,6 +155,10 @@ def test_a_report_is_read_back_and_turned_to_another_baseline(tmp_path: Path) ->
         path.write_text(text)
         with pytest.raises(InvalidInput, match="report "):
             read_report(path)
+    for field in ("runs", "contenders", "machine", "guard"):
+        path.write_text(json.dumps({name: value for name, value in report.items() if name != field}))
+        with pytest.raises(InvalidInput, match=f"is damaged: it has no {field}"):
+            read_report(path)
     with pytest.raises(InvalidInput, match="cannot be read"):
         read_report(tmp_path / "nothing.json")
 

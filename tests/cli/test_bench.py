@@ -351,3 +351,17 @@ def test_a_real_model_is_compared(model_path: Any, prompts: str) -> None:
     assert report["model"]["file"] == Path(path).name
     assert report["model"]["quantisation"] == "BF16"
     assert all(0 < c["tokens"] <= 16 for c in report["cells"] if c["category"] == "mean")
+
+
+def test_a_log_of_a_long_run_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a run of an hour that shows nothing where its messages go to a file, and one that fills that file."""
+    from paceline.cli.bench_options import LINE_SECONDS, _lines_of_progress
+
+    now = 0.0
+    report = _lines_of_progress(lambda: now)
+    for done in range(100):
+        report("qa", done, 100)
+        now += LINE_SECONDS / 10
+    report("", 100, 100)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"paceline: note: {done} of 100: qa" for done in range(10, 100, 10)]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
@@ -30,6 +31,7 @@ MEASURING = "Measuring"
 REPORT = "Report"
 DEFAULTS = SamplingParams()
 MAX_SEQS = 16
+LINE_SECONDS = 60.0  # between lines of progress in a log
 
 Model = Annotated[str, typer.Option("--model", "-m", metavar="M", help="As for generate.")]
 DrafterName = Annotated[
@@ -410,12 +412,25 @@ def _print_text(facts: Sequence[tuple[str, str]], tables: Sequence[ReportTable],
         print(note)
 
 
+def _lines_of_progress(clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+    """report(what, done, total) that says so every LINE_SECONDS, for a log that is to tell something and stay short."""
+    last = clock()
+
+    def report(what: str, done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last >= LINE_SECONDS and done < total:
+            last = clock()
+            say_note(f"{done} of {total}: {what}")
+
+    return report
+
+
 @contextmanager
 def counting_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """report(what, done, total), shown on stderr while it lasts; nothing where that is no terminal."""
+    """report(what, done, total), shown on stderr while it lasts; where that is no terminal, a line now and then."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda what, done, total: None
+        yield _lines_of_progress(perf_counter)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:
