@@ -19,7 +19,7 @@ else
   PY := $(BIN)python
 endif
 
-.PHONY: help install demo test test-all lint types docs check format clean
+.PHONY: help install wheel demo test test-all lint types docs check format clean
 
 help:
 	@echo "make demo      a code edit on a real model, with and without drafting"
@@ -31,9 +31,21 @@ help:
 	@echo "make check     lint, types and test (which runs the documentation too)"
 	@echo "make format    let ruff format the sources"
 	@echo "make install   make $(or $(VENV),nothing: VENV is empty) (the others do it as needed)"
+	@echo "make wheel     compile llama.cpp into WHEELS=FOLDER, for PIP_FIND_LINKS=FOLDER make install"
 	@echo "make clean     remove what was made, .venv included; models stay in their cache"
 
 install: $(STAMP) $(HF)
+
+# Of a tile's configuration GCC before 12.4 and 13.3 keeps the first bytes only, so that on a processor with AMX the first
+# product of a quantised model ends the process ("Illegal instruction"). llama.cpp is compiled without those instructions.
+ifneq ($(shell grep -m 1 -o amx_tile /proc/cpuinfo 2>/dev/null),)
+wheel $(STAMP): export CFLAGS += -mno-amx-tile -mno-amx-int8
+wheel $(STAMP): export CXXFLAGS += -mno-amx-tile -mno-amx-int8
+endif
+
+wheel:
+	@test -n "$(WHEELS)" || { echo "Name the folder for it: make wheel WHEELS=FOLDER" >&2; exit 1; }
+	$(PYTHON) -m pip wheel --quiet --no-deps -w "$(WHEELS)" "$$(grep '^llama-cpp-python==' constraints.txt)"
 
 demo: $(STAMP)
 	$(BIN)paceline demo

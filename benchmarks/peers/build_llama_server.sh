@@ -20,6 +20,13 @@ archive="llama_cpp_python-$VERSION.tar.gz"
 [ -f "$archive" ] || pip download --quiet --no-binary :all: --no-deps --no-build-isolation "llama-cpp-python==$VERSION"
 [ -d "llama_cpp_python-$VERSION" ] || tar xzf "$archive"
 
+# As `make install` compiles the library: GCC before 12.4 and 13.3 makes illegal instructions of AMX code.
+if grep -q amx_tile /proc/cpuinfo 2>/dev/null; then
+    CFLAGS="${CFLAGS:-} -mno-amx-tile -mno-amx-int8"
+    CXXFLAGS="${CXXFLAGS:-} -mno-amx-tile -mno-amx-int8"
+    export CFLAGS CXXFLAGS
+fi
+
 # Nothing is fetched while it builds: no web page, and no HTTPS, for which it would look for OpenSSL.
 cmake -S "llama_cpp_python-$VERSION/vendor/llama.cpp" -B build -G Ninja -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
     -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF \

@@ -322,7 +322,7 @@ def test_short_and_wide_in_one_step(dtype: torch.dtype) -> None:
             backend.forward([Segment(slot, text[: segment.start], 0, 0)])
         (alone,) = backend.forward([Segment(slot, segment.tokens, segment.start, 1)])
         backend.release(slot)
-        assert apart(rows, alone) < (0.1 if dtype == torch.bfloat16 else 1e-5)
+        assert apart(rows, alone) < (0.1 if dtype == torch.bfloat16 else 3e-5)
 
 
 THREADS = """

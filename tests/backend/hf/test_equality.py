@@ -1,6 +1,6 @@
 """The HF backend says what the model says by itself: packed, paged, chunked, rolled back and speculating.
 
-References run the model's own code, masks and cache (models.py). Logits agree within 1e-11 in float64 and 1e-5 in
+References run the model's own code, masks and cache (models.py). Logits agree within 1e-11 in float64 and 3e-5 in
 float32; greedy texts are equal token for token. Sequences are longer than the sliding windows (9) of the families that
 have one: a window that is off by one, or counted in cells instead of positions, shows.
 
@@ -59,7 +59,7 @@ def test_packed_rows_are_the_models_own(family: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_rows(family: str) -> None:
-    """The same within 1e-5: catches work done in a narrower type than the model's."""
+    """The same within 3e-5: catches work done in a narrower type than the model's."""
     own, text = reference(family, torch.float32), tokens(4, 50)
     wanted = own.rows(text)
     backend = opened(family, torch.float32)
@@ -67,7 +67,7 @@ def test_float32_rows(family: str) -> None:
     for start, count in ((0, 33), (33, 1), (34, 16)):
         (rows,) = backend.forward([Segment(slot, text[start : start + count], start, count)])
         assert rows.dtype == np.float32
-        assert apart(rows, wanted[start : start + count]) <= 1e-5
+        assert apart(rows, wanted[start : start + count]) <= 3e-5
     backend.close()
 
 
