@@ -36,9 +36,9 @@ help:
 
 install: $(STAMP) $(HF)
 
-# Of a tile's configuration GCC before 12.4 and 13.3 keeps the first bytes only, so that on a processor with AMX the first
-# product of a quantised model ends the process ("Illegal instruction"). llama.cpp is compiled without those instructions.
-ifneq ($(shell grep -m 1 -o amx_tile /proc/cpuinfo 2>/dev/null),)
+# Where a processor has AMX, llama.cpp is compiled without it: older GCCs (12.2 is one) drop all of a tile's configuration but
+# its first eight bytes, and the first product of a quantised model ends the process with "Illegal instruction".
+ifneq ($(shell c++ -march=native -dM -E -x c++ /dev/null 2>/dev/null | grep __AMX_TILE__),)
 wheel $(STAMP): export CFLAGS += -mno-amx-tile -mno-amx-int8
 wheel $(STAMP): export CXXFLAGS += -mno-amx-tile -mno-amx-int8
 endif

@@ -29,6 +29,7 @@ from paceline import PacelineError
 from paceline.bench.cells import MEAN
 from paceline.bench.report import compared, pipes, read_report
 from paceline.bench.target import ADAPTIVE, PLAIN
+from paceline.errors import InvalidInput
 
 MODELS = ("smollm2:bf16@llamacpp", "smollm2:bf16@hf", "smollm2:q4_0@llamacpp", "smollm2:q4_1@llamacpp")
 AT_ONCE = (1, 16, 4)  # in the order of their worth
@@ -231,10 +232,19 @@ def read_options(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> None:
-    args, status = read_options(), 0
+    args = read_options()
+    try:
+        sys.exit(run(args))
+    except PacelineError as error:
+        sys.exit(f"grid.py: {error}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is asked for, and print all tables. The exit status; raises PacelineError for what can't be read."""
+    status = 0
     if not args.report:
         if not args.prompts.is_file():
-            sys.exit(f"grid.py: --prompts {str(args.prompts)!r} is no file")
+            raise InvalidInput(f"--prompts {str(args.prompts)!r} is no file")
         try:
             status = 0 if measure(args) else 1
         except KeyboardInterrupt:
@@ -242,12 +252,9 @@ def main() -> None:
             print("interrupted; so far:", file=sys.stderr)
     files = sorted(args.into.glob("*.json"))
     if args.report and not files:
-        sys.exit(f"grid.py: no report is in {str(args.into)!r}; measure something into it first")
-    try:
-        print(text_of([read_report(file) for file in files]), end="")
-    except PacelineError as error:
-        sys.exit(f"grid.py: {error}")
-    sys.exit(status)
+        raise InvalidInput(f"no report is in {str(args.into)!r}; measure something into it first")
+    print(text_of([read_report(file) for file in files]), end="")
+    return status
 
 
 if __name__ == "__main__":

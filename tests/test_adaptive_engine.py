@@ -146,14 +146,14 @@ def test_under_load_drafts_go_to_zero_and_come_back_in_the_whole_engine(roofline
     assert roofline.draw(lines, 28).startswith("<svg")
 
 
-@pytest.mark.parametrize("option", ["--knee", "--most", "--steps"])
+@pytest.mark.parametrize(("option", "value"), [("--knee", "0"), ("--most", "0"), ("--steps", "2")])
 def test_a_load_of_nothing_is_refused(
-    roofline: Any, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    roofline: Any, option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["roofline.py", option, "0"])
+    monkeypatch.setattr("sys.argv", ["roofline.py", option, value])
     with pytest.raises(SystemExit):
         roofline.main()
-    assert f"{option} 0; allowed: at least" in capsys.readouterr().err
+    assert f"{option} {value}; allowed: at least" in capsys.readouterr().err
 
 
 def test_who_adapts() -> None:

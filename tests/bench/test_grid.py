@@ -208,3 +208,7 @@ def test_from_prompts_to_tables_on_a_toy(tmp_path: Path) -> None:
     text, progress = made("--only", "c01", "c04")
     assert (progress.count("measuring"), progress.count("is there")) == (1, 1)
     assert "interrupted" not in text
+    file.write_text("{}")
+    _, said = made("--only", "c01", status=1)
+    assert "is not a report" in said
+    assert "Traceback" not in said

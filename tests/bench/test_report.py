@@ -12,7 +12,7 @@ import pytest
 from paceline.bench import report as module
 from paceline.bench.cells import Comparison
 from paceline.bench.machine import QUANTISATIONS, machine, model_facts
-from paceline.bench.report import SCHEMA, compared, form_of, read_report, render, write_whole
+from paceline.bench.report import FIELDS, SCHEMA, compared, form_of, read_report, render, write_whole
 from paceline.bench.svg import Mark, bars, lines, ratio_plot
 from paceline.bench.tables import tables
 from paceline.errors import InvalidInput, InvalidParams
@@ -155,7 +155,7 @@ def test_a_report_is_read_back_and_turned_to_another_baseline(tmp_path: Path) ->
         path.write_text(text)
         with pytest.raises(InvalidInput, match="report "):
             read_report(path)
-    for field in ("runs", "contenders", "machine", "guard"):
+    for field in (*FIELDS, "cells"):
         path.write_text(json.dumps({name: value for name, value in report.items() if name != field}))
         with pytest.raises(InvalidInput, match=f"is damaged: it has no {field}"):
             read_report(path)

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import bench_options
+
 from .shell import error_line, paceline, started
 
 PEER = Path(__file__).parents[1] / "bench" / "example_peer.py"
@@ -353,15 +355,16 @@ def test_a_real_model_is_compared(model_path: Any, prompts: str) -> None:
     assert all(0 < c["tokens"] <= 16 for c in report["cells"] if c["category"] == "mean")
 
 
-def test_a_log_of_a_long_run_tells_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_of_a_long_run_tells_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Catches a run of an hour that shows nothing where its messages go to a file, and one that fills that file."""
-    from paceline.cli.bench_options import LINE_SECONDS, _lines_of_progress
-
     now = 0.0
-    report = _lines_of_progress(lambda: now)
-    for done in range(100):
-        report("qa", done, 100)
-        now += LINE_SECONDS / 10
-    report("", 100, 100)
+    monkeypatch.setattr(bench_options, "perf_counter", lambda: now)
+    with bench_options.counting_bar() as report:
+        for done in range(100):
+            report("qa", done, 100)
+            now += bench_options.LINE_SECONDS / 10
+        report("", 100, 100)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"paceline: note: {done} of 100: qa" for done in range(10, 100, 10)]

@@ -75,6 +75,28 @@ def test_a_new_request_believes_what_others_saw_and_then_its_own() -> None:
     assert mine.expected(1)[0] > 0.6
 
 
+def test_what_a_parent_saw_further_out_counts() -> None:
+    pool = Acceptance()
+    for _ in range(100):
+        feed(pool, 3, 4)
+    mine = Acceptance(0.9, pool)
+    mine.observe(0, kept=False)
+    first, *others = mine.expected(40)
+    assert first < pool.expected(1)[0]
+    assert others[:3] == pool.expected(4)[1:]
+    assert others[2] < 0.2 < 0.9 < others[1]
+    assert others[3:] == [others[2]] * 36, "and behind all that anybody saw, what the last of it was"
+    assert mine.expected(0) == mine.expected(-1) == []
+
+
+def test_sources_of_no_drafts_leave_nothing_behind() -> None:
+    controller = Controller(STEEP)
+    empty = tuple((f"source {i}", 0) for i in range(300))
+    guess = Proposal((1, 2), (-1, 0), "point", sources=(*empty, ("lookup:3", 2)))
+    controller.lengths([candidate(0, guess)], [])
+    assert list(controller._pool) == [("lookup:3", False)]
+
+
 def chances(*single: float) -> np.ndarray:
     return np.cumprod(single)
 

@@ -19,7 +19,8 @@ from .tables import tables as tables  # part of what a command shows, beside fac
 
 SCHEMA = "paceline-bench/1"
 KINDS = {"run": "One configuration", "compare": "Comparison", "step": "Where a step's time goes", "load": "Under load"}
-FIELDS = ("machine", "model", "workload", "guard", "contenders", "baseline", "warnings", "runs")  # of every kind
+FIELDS = ("machine", "model", "workload", "guard", "contenders", "baseline", "warnings", "runs")  # of every kind, and
+FIELDS_OF = {"run": ("cells",), "compare": ("cells",), "step": ("steps",), "load": ("limits", "loads")}
 SUFFIXES = {".json": "json", ".md": "markdown", ".html": "html", ".htm": "html"}
 STYLE = """
 :root { color-scheme: light dark; }
@@ -61,7 +62,7 @@ def read_report(path: Path) -> dict[str, Any]:
         raise InvalidInput(f"report {str(path)!r} is not JSON: {error}") from None
     if not isinstance(report, dict) or report.get("schema") != SCHEMA or report.get("kind") not in KINDS:
         raise InvalidInput(f"report {str(path)!r} is not a report of `paceline bench` with schema {SCHEMA}")
-    if missing := [field for field in FIELDS if field not in report]:
+    if missing := [field for field in (*FIELDS, *FIELDS_OF[report["kind"]]) if field not in report]:
         raise InvalidInput(f"report {str(path)!r} is damaged: it has no {', '.join(missing)}")
     return report
 

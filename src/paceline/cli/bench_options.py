@@ -412,14 +412,14 @@ def _print_text(facts: Sequence[tuple[str, str]], tables: Sequence[ReportTable],
         print(note)
 
 
-def _lines_of_progress(clock: Callable[[], float]) -> Callable[[str, int, int], None]:
+def _lines_of_progress() -> Callable[[str, int, int], None]:
     """report(what, done, total) that says so every LINE_SECONDS, for a log that is to tell something and stay short."""
-    last = clock()
+    last = perf_counter()
 
     def report(what: str, done: int, total: int) -> None:
         nonlocal last
-        if clock() - last >= LINE_SECONDS and done < total:
-            last = clock()
+        if perf_counter() - last >= LINE_SECONDS and done < total:
+            last = perf_counter()
             say_note(f"{done} of {total}: {what}")
 
     return report
@@ -430,7 +430,7 @@ def counting_bar() -> Iterator[Callable[[str, int, int], None]]:
     """report(what, done, total), shown on stderr while it lasts; where that is no terminal, a line now and then."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines_of_progress(perf_counter)
+        yield _lines_of_progress()
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, transient=True) as progress:

@@ -71,14 +71,13 @@ class Acceptance:
 
     def expected(self, n: int) -> list[float]:
         """Acceptance at positions 0 to n - 1, each in (0, 1)."""
-        told = self._parent.expected(min(n, POSITIONS)) if self._parent is not None else None
+        priors = self._parent.expected(min(n, POSITIONS)) if self._parent is not None else None
         means: list[float] = []
         for i in range(min(n, POSITIONS)):
-            # Where nobody else is asked, what is not known of a position follows what is known of the one before it.
-            mean = told[i] if told is not None else means[-1] if means else self._mean
-            if i < len(self._seen):
-                mean = (self._kept[i] + self._weight * mean) / (self._seen[i] + self._weight)
-            means.append(mean)
+            # Where there is no parent, what is not known of a position follows what is known of the one before it.
+            prior = priors[i] if priors is not None else means[-1] if means else self._mean
+            known = i < len(self._seen)
+            means.append((self._kept[i] + self._weight * prior) / (self._seen[i] + self._weight) if known else prior)
         return means + means[-1:] * (n - POSITIONS)
 
 

@@ -152,7 +152,7 @@ class Controller(FixedLengths):
         free = super().budgets(drafter, candidates, others)
         asking = self._asking(drafter, len(candidates))
         if not most or asking is None:
-            # The very first draft of all shows nothing (observe_drafting), so one will do.
+            # A drafter's first call teaches nothing (observe_drafting), so one draft will do.
             first = FIRST if drafter in self._warm else 1
             return [n if c.fixed else min(n, first) for c, n in zip(candidates, free, strict=True)]
         share = asking / self.costs.step_seconds([c.share for c in candidates])
@@ -310,7 +310,8 @@ class Controller(FixedLengths):
     def _chances(self, candidate: Candidate, sources: Iterable[tuple[str, int]]) -> list[float]:
         standing, single = self._standing(candidate), list[float]()
         for source, size in sources:
-            single += self._estimate(standing, source).expected(min(size, candidate.most - len(single)))
+            if (n := min(size, candidate.most - len(single))) > 0:
+                single += self._estimate(standing, source).expected(n)
         return list(accumulate(single, mul))
 
     def _hoped(self, drafter: str, candidate: Candidate) -> Ask:
