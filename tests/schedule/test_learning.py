@@ -1,0 +1,142 @@
+"""What the controller learns of times and acceptance, in steps that show it alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paceline.schedule.adaptive import Ask, allocate
+from paceline.schedule.controller import Candidate, Controller
+from paceline.schedule.cost import CostTable
+from paceline.types import Proposal
+
+ROUND = CostTable([1, 2, 8], [0], [[1.0, 1.1, 1.7]])
+
+
+def bare(request_id: int, cached: int = 10) -> Candidate:
+    """A request for which nothing was drafted."""
+    return Candidate(request_id, (1, cached), 8, False, Proposal.point([]))
+
+
+def drawn(n: int) -> Proposal:
+    return Proposal.sampled([7] * n, np.full((n, 10), 0.1))
+
+
+def known_drafter(controller: Controller, each: float, *, good: bool = False) -> None:
+    """What "model" costs for a draft and how good it is, from a request that goes again."""
+    for step in range(40):
+        one = Candidate(99, (1, 5 * step), 8, False, drawn(4), "model")
+        controller.observe_drafting("model", [one], [4], 4 * each)
+        controller.observe(one, 5 * step, [7] * 5 if good else [3], 4 if good else 0, 4)
+    controller.forget(99)
+
+
+def test_what_promises_hardly_more_is_not_drafted() -> None:
+    """Estimates are noisy, plain steps are not: a gain of 1 % is none."""
+    costs = CostTable([1, 2], [0], [[1.0, 1.5]])
+    assert allocate([Ask((1, 0), 1.0, [0.515])], costs).drafts == [0]
+    assert allocate([Ask((1, 0), 1.0, [0.54])], costs).drafts == [1]
+
+
+def test_sampled_drafts_behind_the_first_rejected_one_are_not_counted() -> None:
+    """Censoring: nobody drew for them."""
+    controller = Controller(ROUND)
+    for accepted in (1, 3, 0, 4):
+        controller.observe(Candidate(0, (1, 9), 8, False, drawn(4), "model"), 10, [7] * (accepted + 1), accepted, 4)
+    estimate = controller._standings[0].estimates["model"]
+    assert estimate._seen == pytest.approx([4, 3, 2, 2], rel=0.2)
+    assert estimate._kept == pytest.approx([3, 2, 2, 1], rel=0.25)
+
+
+def test_one_interrupted_step_makes_no_rest_dear() -> None:
+    controller = Controller(ROUND)
+    for _ in range(20):
+        controller.observe_step(0.1)
+    controller.observe_step(1e6)
+    assert controller._rest == pytest.approx(0.11, rel=0.05)
+
+
+def test_plain_steps_show_how_fast_the_machine_is_now_but_seldom() -> None:
+    """Each would let fade what drafts of a crowd cost; none would leave the times of a slower machine unknown."""
+    controller = Controller(CostTable([1, 2, 8], [0], [[1.0, 1.1, 1.7]]))
+    seen: list[float] = []
+    observe = controller.costs.observe
+    controller.costs.observe = lambda shares, seconds: (seen.append(seconds), observe(shares, seconds))[1]  # type: ignore[method-assign]
+    for _ in range(40):
+        controller.observe_forward([(1, 0)], [], 2.0)
+    assert len(seen) == 10
+    assert controller.costs.step_seconds([(1, 0)]) > 1.5
+    for _ in range(10):
+        controller.observe_forward([(2, 0)], [], 2.2)
+    assert len(seen) == 20, "steps with drafts all count"
+
+
+def test_a_dear_drafter_is_not_asked_for_what_is_forced_anyway() -> None:
+    """Its own drafts come behind the forced ones; where only those pay, there is nothing to ask it for."""
+    controller = Controller(CostTable([1, 3, 4], [0], [[1.0, 1.01, 9.0]]))  # behind two drafts there is a cliff
+    known_drafter(controller, 0.1, good=True)
+    forced = Candidate(0, (1, 10), 8, False, Proposal.point([5, 6], sources=(("forced", 2),)), "forced")
+    assert controller.budgets("model", [forced], []) == [0]
+    controller = Controller(CostTable([1, 9], [0], [[1.0, 1.01]]))
+    known_drafter(controller, 0.1, good=True)
+    assert controller.budgets("model", [forced], [])[0] > 2
+
+
+def test_probes_go_on_after_a_long_time() -> None:
+    """What they took is remembered as long as the forwards that pay for it, not for ever."""
+    controller = Controller(ROUND)
+    known_drafter(controller, 2.0)
+    probes = []
+    for step in range(40_000):
+        controller.observe_forward([(1, 0)], [], 1.0)
+        one = bare(0)
+        (budget,) = controller.budgets("model", [one], [])
+        probes.append(budget)
+        if budget:
+            one.proposal, one.drafter = drawn(1), "model"
+            controller.observe_drafting("model", [one], [1], 2.0)
+            controller.observe(one, step, [3], 0, 1)
+    assert sum(probes[-10_000:]) == pytest.approx(100, rel=0.2), "2 % of the time, at 2 forwards each"
+
+
+def test_probes_of_several_requests_share_one_budget() -> None:
+    controller = Controller(ROUND)
+    known_drafter(controller, 2.0)
+    crowd = [bare(i) for i in range(8)]
+    for _ in range(160):
+        controller.observe_forward([(1, 0)] * 8, [], 1.0)
+        asked = controller.budgets("model", crowd, [])
+        if any(asked):
+            break
+    assert sum(asked) == 1, "2 % of some hundred forwards pays for one probe of two"
+
+
+def test_reading_costs_what_drafting_leaves_over() -> None:
+    """A model that reads 100 tokens and then drafts has the time of both; its price of reading is of the first."""
+    controller = Controller(ROUND)
+    known_drafter(controller, 1.0)
+    one = Candidate(0, (1, 100), 8, False, drawn(4), "model")
+    controller.observe_drafting("model", [one], [4], 4.0 + 50.0)
+    assert controller._per_read["model"] == pytest.approx(0.5)
+
+
+def test_one_slow_call_for_nothing_makes_no_drafter_dear() -> None:
+    """Lookup that found nothing while the machine did something else is as cheap as before."""
+    controller = Controller(CostTable([1, 2, 8], [0], [[10.0, 10.5, 12.0]]))
+    for step, seconds in enumerate([0.01, 0.01, 500.0, 0.01, 0.01]):
+        one = bare(0, 5 + step)
+        budgets = controller.budgets("lookup", [one], [])
+        controller.observe_drafting("lookup", [one], budgets, seconds)
+        controller.observe(one, 6 + step, [1], 0, 0)
+    assert controller._asking("lookup", 1) == pytest.approx(0.01)
+
+
+def test_a_drafter_that_has_nothing_twice_is_as_good_as_wrong() -> None:
+    controller = Controller(ROUND)
+    for step in range(4):
+        one = bare(0, 5 + step)
+        controller.observe_drafting("dear", [one], [4], 3.0)
+        controller.observe(one, 6 + step, [1], 0, 0)
+    (chance,) = controller._standings[0].estimates["dear"].expected(1)
+    assert chance < 0.5
+    assert controller._asking("dear", 1) == pytest.approx(3.0)
