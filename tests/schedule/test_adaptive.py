@@ -449,7 +449,9 @@ def test_a_probe_does_not_take_the_place_of_good_drafts() -> None:
     controller = Controller(DEAR_TABLE)
     learned(controller, lookup=True, model=False)
     one = candidate(0, Proposal.point([5] * 8))
-    assert not any(controller.budgets("model", [one], []) == [1] for _ in range(100))
+    for _ in range(200):
+        controller.observe_forward([(1, 0)], [], 10.0)
+        assert controller.budgets("model", [one], []) == [0]
     bare = candidate(1, Proposal.point([]))
     asked = []
     for _ in range(320):
@@ -667,6 +669,8 @@ def test_a_drafter_may_say_anything_of_its_sources() -> None:
         controller._estimate(controller._standings[0], source).expected(1) for source in ("another", "lookup:12")
     )
     assert shared > 0.9, "those share what they show"
+    fresh = controller._estimate(controller._standing(candidate(7)), "at 0")
+    assert fresh is not controller._estimate(controller._standing(candidate(7)), ""), "whoever was known stays known"
     assert known == 0.8, "but not what is known of others"
 
 

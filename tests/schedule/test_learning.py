@@ -120,6 +120,33 @@ def test_reading_costs_what_drafting_leaves_over() -> None:
     assert controller._per_read["model"] == pytest.approx(0.5)
 
 
+def test_what_must_be_read_first_is_paid_for_by_the_steps_to_come() -> None:
+    """100 tokens at half a forward each are worth reading for good drafts, 10,000 are not."""
+    controller = Controller(ROUND)
+    known_drafter(controller, 0.1, good=True)
+    reader = Candidate(98, (1, 100), 8, False, drawn(4), "model")
+    controller.observe_drafting("model", [reader], [4], 50.0)
+    assert controller.budgets("model", [bare(0, 100)], [])[0] > 0
+    assert controller.budgets("model", [bare(1, 10_000)], []) == [0]
+
+
+def test_tokens_behind_a_wrong_one_are_not_compared() -> None:
+    """The text went on elsewhere: that it meets the draft again says nothing."""
+    controller = Controller(ROUND)
+    guess = Candidate(0, (1, 9), 8, False, Proposal.point([1, 2, 3, 4]), "lookup")
+    controller.observe(guess, 10, [1, 9, 3, 4], 1, 4)
+    estimate = controller._standings[0].estimates["lookup"]
+    assert (estimate._kept, estimate._seen) == ([1.0, 0.0], [1.0, 1.0])
+
+
+def test_few_proposals_of_a_request_are_kept_for_comparison() -> None:
+    controller = Controller(ROUND)
+    for step in range(100):
+        guess = Candidate(0, (1, 9), 8, False, Proposal.point([7] * 300), "lookup")
+        controller.observe(guess, 10 + step, [7], 0, 0)
+    assert len(controller._standings[0].watched) <= 4
+
+
 def test_one_slow_call_for_nothing_makes_no_drafter_dear() -> None:
     """Lookup that found nothing while the machine did something else is as cheap as before."""
     controller = Controller(CostTable([1, 2, 8], [0], [[10.0, 10.5, 12.0]]))
