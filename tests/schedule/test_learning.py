@@ -73,13 +73,24 @@ def test_plain_steps_show_how_fast_the_machine_is_now_but_seldom() -> None:
 
 def test_a_dear_drafter_is_not_asked_for_what_is_forced_anyway() -> None:
     """Its own drafts come behind the forced ones; where only those pay, there is nothing to ask it for."""
-    controller = Controller(CostTable([1, 3, 4], [0], [[1.0, 1.01, 9.0]]))  # behind two drafts there is a cliff
+    controller = Controller(ROUND)
     known_drafter(controller, 0.1, good=True)
     forced = Candidate(0, (1, 10), 8, False, Proposal.point([5, 6], sources=(("forced", 2),)), "forced")
+    for step in range(30):
+        controller.observe(Candidate(0, (1, 9), 8, False, drawn(1), "model"), step, [3], 0, 1)
     assert controller.budgets("model", [forced], []) == [0]
-    controller = Controller(CostTable([1, 9], [0], [[1.0, 1.01]]))
+    alone, other = controller.budgets("model", [forced, bare(1)], [])
+    assert (alone, other > 0) == (0, True)
+
+
+def test_whoever_has_drafts_in_any_case_has_them_on_both_sides() -> None:
+    """Else what one request is given by number makes another's dear drafts look better than those that it has."""
+    controller = Controller(CostTable([1, 64], [0], [[1.0, 1.05]]))
     known_drafter(controller, 0.1, good=True)
-    assert controller.budgets("model", [forced], [])[0] > 2
+    settled = Candidate(0, (1, 10), 8, True, Proposal.point([]))
+    found = Proposal.point([5] * 8, sources=(("lookup:12", 8),))
+    assert controller.budgets("model", [settled, Candidate(1, (1, 10), 8, False, found, "lookup")], []) == [8, 0]
+    assert controller.budgets("model", [settled, bare(1)], [])[1] > 0
 
 
 def test_probes_go_on_after_a_long_time() -> None:
@@ -148,14 +159,18 @@ def test_few_proposals_of_a_request_are_kept_for_comparison() -> None:
 
 
 def test_one_slow_call_for_nothing_makes_no_drafter_dear() -> None:
-    """Lookup that found nothing while the machine did something else is as cheap as before."""
+    """Lookup that found nothing while the machine did something else is as cheap as before, and no worse."""
     controller = Controller(CostTable([1, 2, 8], [0], [[10.0, 10.5, 12.0]]))
-    for step, seconds in enumerate([0.01, 0.01, 500.0, 0.01, 0.01]):
+    judged = []
+    for step, seconds in enumerate([0.01, 0.01, 0.01, 500.0, 0.01, 0.01]):
         one = bare(0, 5 + step)
         budgets = controller.budgets("lookup", [one], [])
         controller.observe_drafting("lookup", [one], budgets, seconds)
         controller.observe(one, 6 + step, [1], 0, 0)
+        estimates = controller._standings[0].estimates
+        judged.append(sum(estimates["lookup"]._seen) if "lookup" in estimates else 0)
     assert controller._asking("lookup", 1) == pytest.approx(0.01)
+    assert judged[2:] == [judged[2]] * 4
 
 
 def test_a_drafter_that_has_nothing_twice_is_as_good_as_wrong() -> None:
