@@ -78,6 +78,7 @@ def test_a_dear_drafter_is_not_asked_for_what_is_forced_anyway() -> None:
     forced = Candidate(0, (1, 10), 8, False, Proposal.point([5, 6], sources=(("forced", 2),)), "forced")
     for step in range(30):
         controller.observe(Candidate(0, (1, 9), 8, False, drawn(1), "model"), step, [3], 0, 1)
+        controller.observe(Candidate(1, (1, 9), 8, False, drawn(8), "model"), step, [7] * 9, 8, 8)
     assert controller.budgets("model", [forced], []) == [0]
     alone, other = controller.budgets("model", [forced, bare(1)], [])
     assert (alone, other > 0) == (0, True)
@@ -86,7 +87,7 @@ def test_a_dear_drafter_is_not_asked_for_what_is_forced_anyway() -> None:
 def test_whoever_has_drafts_in_any_case_has_them_on_both_sides() -> None:
     """Else what one request is given by number makes another's dear drafts look better than those that it has."""
     controller = Controller(CostTable([1, 64], [0], [[1.0, 1.05]]))
-    known_drafter(controller, 0.1, good=True)
+    known_drafter(controller, 0.04, good=True)
     settled = Candidate(0, (1, 10), 8, True, Proposal.point([]))
     found = Proposal.point([5] * 8, sources=(("lookup:12", 8),))
     assert controller.budgets("model", [settled, Candidate(1, (1, 10), 8, False, found, "lookup")], []) == [8, 0]
