@@ -37,10 +37,12 @@ help:
 install: $(STAMP) $(HF)
 
 # Where a processor has AMX, llama.cpp is compiled without it: older GCCs (12.2 is one) drop all of a tile's configuration but
-# its first eight bytes, and the first product of a quantised model ends the process with "Illegal instruction".
+# its first eight bytes, and the first product of a quantised model ends the process with "Illegal instruction". pip keeps what
+# it compiled and gives it out again whatever the flags, so that is not used either.
 ifneq ($(shell c++ -march=native -dM -E -x c++ /dev/null 2>/dev/null | grep __AMX_TILE__),)
 wheel $(STAMP): export CFLAGS += -mno-amx-tile -mno-amx-int8
 wheel $(STAMP): export CXXFLAGS += -mno-amx-tile -mno-amx-int8
+wheel $(STAMP): export PIP_NO_CACHE_DIR := 1
 endif
 
 wheel:
