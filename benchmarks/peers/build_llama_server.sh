@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds llama-server for this machine's own processor, from the llama.cpp inside llama-cpp-python's source distribution:
-# the same sources as the library that Paceline runs on, and like it without AMX. Ready-made builds leave out newer instructions, and are too easy
-# an opponent.
+# the same sources as the library that Paceline runs on, and like it without AMX. Ready-made builds leave out newer
+# instructions, and are too easy an opponent.
 #
 #   sh build_llama_server.sh FOLDER       makes FOLDER/bin/llama-server; needs a C++ compiler, python3 with venv, PyPI
 #
