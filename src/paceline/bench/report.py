@@ -19,7 +19,7 @@ from .tables import tables as tables  # part of what a command shows, beside fac
 
 SCHEMA = "paceline-bench/1"
 KINDS = {"run": "One configuration", "compare": "Comparison", "step": "Where a step's time goes", "load": "Under load"}
-FIELDS = ("machine", "model", "workload", "guard", "contenders", "baseline", "warnings", "runs")  # of every kind, and
+FIELDS = ("machine", "model", "workload", "guard", "contenders", "baseline", "warnings", "runs")  # of every kind
 FIELDS_OF = {"run": ("cells",), "compare": ("cells",), "step": ("steps",), "load": ("limits", "loads")}
 SUFFIXES = {".json": "json", ".md": "markdown", ".html": "html", ".htm": "html"}
 STYLE = """
